@@ -1,0 +1,112 @@
+"""Settings of stage 1: the target, the data, the store to create, the extraction itself."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Base of every table of the run file: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TargetConfig(Settings):
+    """The model being accelerated."""
+
+    model: str
+    """A Hugging Face folder, a hub id, or `embedded:smollm2-135m-instruct`."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit); None takes the default branch."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Arithmetic type of the target's forward pass."""
+    attention: str = "sdpa"
+    """Attention function of the target, by its transformers name."""
+    trust_remote_code: bool = False
+    """Whether code shipped with the model may run. Leave off unless you have read it."""
+
+
+class DataConfig(Settings):
+    """The conversations that stage 1 reads."""
+
+    conversations: tuple[str, ...]
+    """JSONL files; a relative path starts at the run file's folder."""
+    limit: int | None = Field(default=None, ge=1)
+    """Conversations to read at most, in file order; None reads all."""
+    max_sequence_tokens: int = Field(default=4096, ge=2)
+    """Longest sequence, in tokens."""
+    long_conversations: Literal["truncate", "skip"] = "truncate"
+    """What happens to a conversation above `max_sequence_tokens`; both are counted."""
+    template_arguments: dict[str, Any] = {}
+    """Arguments of the chat template, for example {enable_thinking = false}; part of the identity."""
+    strict: bool = False
+    """Stop at the first unusable line instead of counting and skipping it."""
+    bad_line_limit: int = Field(default=100, ge=0)
+    """Unusable lines or conversations tolerated before extraction stops."""
+
+
+class StoreConfig(Settings):
+    """The store that stage 1 fills and stage 2 reads."""
+
+    dir: str | None = None
+    """Folder of the store; None puts it into the run folder."""
+    encoding: Literal["bf16", "fp8"] = "fp8"
+    """How hidden states are kept: `bf16` exact, `fp8` with a scale per token and layer."""
+    num_layers: int = Field(default=5, ge=1)
+    """Captured layers when `target_layer_ids` is not given, spread as DFlash spreads them."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based decoder layers to capture: id i is Hugging Face's `hidden_states[i + 1]`."""
+    lm_head_input: bool = False
+    """Also keep the final normed state, from which the target's distribution follows."""
+    shard_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
+    """Aimed size of one shard, in bytes."""
+    held_out_fraction: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """Share of sequences, by id hash, that no drafter is trained on."""
+
+
+class ExtractConfig(Settings):
+    """How extraction runs."""
+
+    gpus: tuple[int, ...] | None = None
+    """GPUs to use, one worker each; None takes 0-4 of eight or more, else all."""
+    num_workers: int = Field(default=2, ge=1)
+    """Worker processes on a machine without a GPU."""
+    torch_threads: int = Field(default=1, ge=1)
+    """CPU threads of one worker's forward pass."""
+    batch_tokens: int = Field(default=8192, ge=2)
+    """Token budget of one forward pass; keep it on resume, rounding may depend on it."""
+    max_failed_fraction: float = Field(default=0.05, ge=0.0, le=1.0)
+    """Share of sequences that may fail (for example NaN states) before the exit code says so."""
+    force: bool = False
+    """Start although the disk cannot hold the store."""
+
+
+class RegenerateConfig(Settings):
+    """How the target answers prompts itself."""
+
+    prompts: tuple[str, ...] = ()
+    """JSONL files of prompts (any conversation format; assistant turns are dropped)."""
+    output: str | None = None
+    """JSONL file of answered conversations; None puts it into the run folder."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Longest answer, in tokens."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """0 is greedy decoding."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus share of probability kept when sampling."""
+    batch_size: int = Field(default=16, ge=1)
+    """Prompts answered at once."""
+    seed: int = 0
+    """Seed of the sampling."""
+
+
+class ExtractRun(Settings):
+    """Everything stage 1 needs, resolved: absolute paths, no defaults left to guess."""
+
+    target: TargetConfig
+    data: DataConfig
+    store: StoreConfig
+    extract: ExtractConfig
+    store_dir: Path
+    run_dir: Path

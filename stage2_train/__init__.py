@@ -1,0 +1,1 @@
+"""Stage 2: stream the store into independent drafter processes."""

@@ -1,0 +1,116 @@
+"""Settings of stage 2: one drafter, its training and its loss."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Base of every table of the run file: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class OptimizerConfig(Settings):
+    """AdamW with fp32 master weights and a cosine schedule."""
+
+    learning_rate: float = Field(default=6e-4, gt=0.0)
+    """Peak learning rate."""
+    warmup_fraction: float = Field(default=0.04, ge=0.0, lt=1.0)
+    """Share of all steps spent on linear warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay of matrices; norms have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    clip_norm: float = Field(default=1.0, gt=0.0)
+    """Global gradient norm above which gradients are scaled down."""
+
+
+class LossConfig(Settings):
+    """Which rows of a block count, and how much."""
+
+    gamma: float | None = Field(default=None, gt=0.0)
+    """Decay of the offset weight exp(-(k-1)/gamma); None takes 7, 5, 4 for block 16, 10, 8."""
+    min_weight: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Offsets whose weight lies below are left out of the loss and not computed."""
+    stop_at_unsupervised: bool = False
+    """End a block's labels at its first unsupervised one instead of masking each alone."""
+    chunk_rows: int = Field(default=2048, ge=1)
+    """Rows whose logits exist at once."""
+
+
+class TrainConfig(Settings):
+    """How one drafter is trained."""
+
+    seed: int = 0
+    """Seed of initial weights, order and anchors."""
+    epochs: int = Field(default=6, ge=1)
+    """Passes over the training split."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps at most; None trains all epochs."""
+    batch_tokens: int = Field(default=4096, ge=2)
+    """Token budget of one packed batch; its shape never changes."""
+    num_anchors: int = Field(default=512, ge=1)
+    """Blocks trained in one batch, shared out over its sequences."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Arithmetic type of the drafter; master weights are fp32 always."""
+    attention: Literal["sdpa", "flex"] | None = None
+    """Attention path: `sdpa` the plain reference, `flex` compiled on a GPU; None chooses."""
+    torch_threads: int = Field(default=1, ge=1)
+    """CPU threads of the training process."""
+    read_ahead_bytes: int = Field(default=1_000_000_000, ge=1)
+    """Memory the reader may fill ahead of the step, in bytes."""
+    start_after_shards: int = Field(default=1, ge=1)
+    """Committed shards to wait for before training starts on a store that is still filling."""
+    checkpoint_steps: int = Field(default=1000, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """Latest checkpoints kept beside the best one."""
+    validation_steps: int = Field(default=500, ge=1)
+    """Steps between validations: held-out loss and the walk."""
+    validation_sequences: int = Field(default=64, ge=1)
+    """Held-out sequences of one validation."""
+    log_steps: int = Field(default=10, ge=1)
+    """Steps between two log lines."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+
+
+class DrafterConfig(Settings):
+    """One drafter: its shape and where it departs from the shared `[train]` table."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of its folder; unique in the run file."""
+    num_layers: int = Field(default=5, ge=1)
+    """Depth; independent of how many target layers it reads."""
+    block_size: int = Field(default=16, ge=2)
+    """Tokens of a block: the anchor and `block_size - 1` drafted ones."""
+    mask_token_id: int | None = Field(default=None, ge=0)
+    """Token that stands for a position to draft; None takes the target's unused or mask token."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Subset of the stored layers to read; None reads all of them."""
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    """Query heads; None takes the target's."""
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    """Key and value heads; None takes the target's."""
+    head_dim: int | None = Field(default=None, ge=2)
+    """Width of one head; None takes the target's."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the MLP; None takes the target's."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Window of the layers named in `sliding_layers`, in tokens."""
+    sliding_layers: tuple[int, ...] = ()
+    """Draft layers with a sliding window, 0-based."""
+    init_from: str | None = None
+    """Folder of a drafter (a checkpoint or an export) whose weights training starts from."""
+
+
+class DrafterRun(Settings):
+    """Everything one training process needs, resolved."""
+
+    drafter: DrafterConfig
+    train: TrainConfig
+    store_dir: Path
+    drafter_dir: Path
+    """Folder of this drafter: metrics.jsonl, tensorboard/, checkpoints/, eval.json, export/."""

@@ -1,0 +1,1 @@
+"""The hidden-state store: chunked Zarr shards with exclusive commits, and nothing of torch."""
