@@ -79,3 +79,187 @@ class RunConfig(Settings):
         if twice:
             raise ValueError(f"two drafters share the name {', '.join(twice)}; rename one")
         return self
+
+
+def load_run_file(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run file or a preset's name, applies `--set` overrides, and checks every key.
+
+    Args:
+        path: A TOML file, or the bare name of a preset such as `demo`.
+        overrides: `table.key=value` strings; the value is read as TOML, else taken as text.
+
+    Raises:
+        ValueError: The file is missing or not TOML, a key is unknown, a value does not fit.
+    """
+    path = find_run_file(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a valid TOML file: {error}") from error
+    for override in overrides:
+        _apply_override(tables, override)
+    try:
+        config = RunConfig.model_validate(tables)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_describe(error)}") from error
+    for drafter in config.drafter:
+        _merged_train(config.train, drafter)
+    return config.model_copy(update=_resolved_paths(config, run_file=path))
+
+
+def find_run_file(path: Path) -> Path:
+    """The file itself, or the preset of that name.
+
+    Raises:
+        ValueError: Neither exists; the message lists the presets.
+    """
+    if path.is_file():
+        return path
+    preset = PRESETS_DIR / f"{path}.toml"
+    if preset.is_file():
+        return preset
+    names = ", ".join(sorted(preset.stem for preset in PRESETS_DIR.glob("*.toml")))
+    raise ValueError(f"{path}: no such run file; give a TOML file or one of the presets: {names}")
+
+
+def extract_run(config: RunConfig) -> ExtractRun:
+    """Stage 1's part of the run file."""
+    run_dir = run_dir_of(config)
+    return ExtractRun(
+        target=config.target,
+        data=config.data,
+        store=config.store,
+        extract=config.extract,
+        store_dir=store_dir_of(config),
+        run_dir=run_dir,
+    )
+
+
+def drafter_run(config: RunConfig, name: str) -> DrafterRun:
+    """One drafter's part of the run file.
+
+    Raises:
+        ValueError: The run file has no drafter of that name.
+    """
+    for drafter in config.drafter:
+        if drafter.name == name:
+            return DrafterRun(
+                drafter=drafter,
+                train=_merged_train(config.train, drafter),
+                store_dir=store_dir_of(config),
+                drafter_dir=run_dir_of(config) / "drafters" / name,
+            )
+    names = ", ".join(drafter.name for drafter in config.drafter)
+    raise ValueError(f"--drafter {name}: the run file has no such drafter; it has {names}")
+
+
+def run_dir_of(config: RunConfig) -> Path:
+    """The run folder, absolute."""
+    assert config.run_dir is not None, "load_run_file fills run_dir in"
+    return Path(config.run_dir)
+
+
+def store_dir_of(config: RunConfig) -> Path:
+    """The store's folder, absolute; by default inside the run folder."""
+    return Path(config.store.dir) if config.store.dir else run_dir_of(config) / "store"
+
+
+def as_toml_tables(config: RunConfig) -> dict[str, Any]:
+    """The resolved settings as TOML knows them: no nulls."""
+    tables = config.model_dump(mode="json")
+    pruned = _without_none(tables)
+    assert isinstance(pruned, dict)
+    return pruned
+
+
+def _merged_train(train: TrainConfig, drafter: DrafterConfig) -> TrainConfig:
+    """The shared `[train]` table with this drafter's own settings over it."""
+    tables = _merge(train.model_dump(), drafter.train)
+    try:
+        return TrainConfig.model_validate(tables)
+    except ValidationError as error:
+        fault = _describe(error, root=TrainConfig)
+        raise ValueError(f"drafter {drafter.name}: train: {fault}") from error
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _merge(inner, value) if isinstance(inner, dict) else value
+    return merged
+
+
+def _resolved_paths(config: RunConfig, *, run_file: Path) -> dict[str, Any]:
+    data_dir = run_file.resolve().parent
+    run_dir = Path(config.run_dir or Path("runs") / run_file.stem).resolve()
+    store_dir = config.store.dir and str(Path(config.store.dir).resolve())
+    conversations = tuple(str(data_dir / file) for file in config.data.conversations)
+    prompts = tuple(str(data_dir / file) for file in config.regenerate.prompts)
+    return {
+        "run_dir": str(run_dir),
+        "store": config.store.model_copy(update={"dir": store_dir}),
+        "data": config.data.model_copy(update={"conversations": conversations}),
+        "regenerate": config.regenerate.model_copy(update={"prompts": prompts}),
+    }
+
+
+def _apply_override(tables: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ValueError(f"--set {override}: expected table.key=value")
+    *parents, leaf = [part.strip() for part in key.split(".")]
+    table = tables
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"--set {override}: {parent} is not a table of the run file")
+    table[leaf] = _toml_value(text.strip())
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _describe(error: ValidationError, *, root: type[BaseModel] = RunConfig) -> str:
+    """The first fault in one line, with a suggestion where a key is merely misspelt."""
+    fault = error.errors()[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key {where}{_did_you_mean(root, fault['loc'])}"
+    if fault["type"] == "missing":
+        return f"{where} is missing; add it to the run file"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def _did_you_mean(root: type[BaseModel], location: Sequence[int | str]) -> str:
+    known = _known_keys(root, location[:-1])
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known keys are {', '.join(sorted(known))}"
+
+
+def _known_keys(model: type[BaseModel], parents: Sequence[int | str]) -> list[str]:
+    """The keys of the table that `parents` leads to, through nested tables and arrays of them."""
+    for parent in parents:
+        if isinstance(parent, int):
+            continue
+        annotation = model.model_fields[parent].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(
+            candidate
+            for candidate in candidates
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+        )
+    return list(model.model_fields)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value

@@ -1,7 +1,7 @@
 """Settings of stage 2: one drafter, its training and its loss."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -102,6 +102,8 @@ class DrafterConfig(Settings):
     """Window of the layers named in `sliding_layers`, in tokens."""
     sliding_layers: tuple[int, ...] = ()
     """Draft layers with a sliding window, 0-based."""
+    train: dict[str, Any] = {}
+    """Settings of `[train]` that differ for this drafter, for example {seed = 1}."""
     init_from: str | None = None
     """Folder of a drafter (a checkpoint or an export) whose weights training starts from."""
 
