@@ -39,7 +39,7 @@ class DataConfig(Settings):
     long_conversations: Literal["truncate", "skip"] = "truncate"
     """What happens to a conversation above `max_sequence_tokens`; both are counted."""
     template_arguments: dict[str, Any] = {}
-    """Arguments of the chat template, for example {enable_thinking = false}; part of the identity."""
+    """Chat-template arguments, for example {enable_thinking = false}; part of the identity."""
     strict: bool = False
     """Stop at the first unusable line instead of counting and skipping it."""
     bad_line_limit: int = Field(default=100, ge=0)
