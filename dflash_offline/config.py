@@ -4,7 +4,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -73,7 +73,7 @@ class RunConfig(Settings):
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
-    def _drafter_names_are_unique(self) -> Self:
+    def _drafter_names_are_unique(self) -> "RunConfig":
         names = [drafter.name for drafter in self.drafter]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -239,7 +239,9 @@ def _describe(error: ValidationError, *, root: type[BaseModel] = RunConfig) -> s
 def _did_you_mean(root: type[BaseModel], location: Sequence[int | str]) -> str:
     known = _known_keys(root, location[:-1])
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known keys are {', '.join(sorted(known))}"
+    return (
+        f"; did you mean {close[0]}?" if close else f"; known keys are {', '.join(sorted(known))}"
+    )
 
 
 def _known_keys(model: type[BaseModel], parents: Sequence[int | str]) -> list[str]:

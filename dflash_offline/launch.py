@@ -33,7 +33,9 @@ class Slot:
     environment: Mapping[str, str]
 
 
-def slots(gpus: Sequence[int] | None, *, available_gpus: int, cpu_processes: int, first: bool) -> list[Slot]:
+def slots(
+    gpus: Sequence[int] | None, *, available_gpus: int, cpu_processes: int, first: bool
+) -> list[Slot]:
     """The places a stage may use.
 
     Args:
@@ -98,6 +100,8 @@ def run_jobs(
             while waiting and free and not stopping.is_set():
                 job, slot = waiting.pop(0), free.pop(0)
                 running[job.name] = (_start(job, slot, lines), slot)
+                if stopping.is_set():
+                    running[job.name][0].terminate()
             if stopping.is_set():
                 exit_codes |= {job.name: EXIT_STOPPED_EARLY for job in waiting}
                 waiting.clear()
@@ -108,7 +112,7 @@ def run_jobs(
                 show_line(name, line)
                 continue
             process, slot = running.pop(name)
-            exit_codes[name] = process.wait()
+            exit_codes[name] = _exit_code(process.wait(), stopping=stopping.is_set())
             free.append(slot)
     return exit_codes
 
@@ -130,6 +134,11 @@ def describe_exit(exit_code: int) -> str:
     return {0: "done", EXIT_STOPPED_EARLY: "stopped early, resumable"}.get(
         exit_code, f"failed with exit code {exit_code}"
     )
+
+
+def _exit_code(exit_code: int, *, stopping: bool) -> int:
+    """A job that our SIGTERM reached before it could listen has begun nothing: resumable."""
+    return EXIT_STOPPED_EARLY if stopping and exit_code == -signal.SIGTERM else exit_code
 
 
 def _start(

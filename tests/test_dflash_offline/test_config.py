@@ -1,0 +1,97 @@
+"""The run file: defaults, overrides, and one clear line for every fault."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_offline.config import as_toml_tables, drafter_run, load_run_file, store_dir_of
+
+MINIMAL = """
+[target]
+model = "some/model"
+[data]
+conversations = ["data.jsonl"]
+[[drafter]]
+name = "one"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "experiment.toml"
+    path.write_text(text)
+    return path
+
+
+def test_paths_start_at_the_run_file_and_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "files").mkdir()
+    config = load_run_file(write(tmp_path / "files", MINIMAL))
+    assert config.data.conversations == (str(tmp_path / "files" / "data.jsonl"),)
+    assert config.run_dir == str(tmp_path / "runs" / "experiment")
+    assert store_dir_of(config) == tmp_path / "runs" / "experiment" / "store"
+
+
+def test_override_reaches_a_nested_setting(tmp_path: Path) -> None:
+    config = load_run_file(
+        write(tmp_path, MINIMAL),
+        overrides=["train.optimizer.learning_rate=3e-4", "target.revision=main"],
+    )
+    assert config.train.optimizer.learning_rate == 3e-4
+    assert config.target.revision == "main"
+
+
+def test_a_drafters_own_settings_win_over_the_shared_table(tmp_path: Path) -> None:
+    text = MINIMAL + "train = { seed = 7, optimizer = { learning_rate = 0.5 } }\n"
+    config = load_run_file(write(tmp_path, text), overrides=["train.epochs=3"])
+    train = drafter_run(config, "one").train
+    assert (train.seed, train.epochs) == (7, 3)
+    assert train.optimizer.learning_rate == 0.5
+    assert train.optimizer.clip_norm == config.train.optimizer.clip_norm
+
+
+def test_resolved_settings_read_back_equal(tmp_path: Path) -> None:
+    tomli_w = pytest.importorskip("tomli_w")
+    config = load_run_file(write(tmp_path, MINIMAL))
+    again = write(tmp_path, tomli_w.dumps(as_toml_tables(config)))
+    assert load_run_file(again) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=1", "unknown key train.epoch; did you mean epochs?"),
+        ("trian.epochs=1", "unknown key trian; did you mean train?"),
+        ("store.encoding=fp7", "store.encoding: Input should be"),
+        ("train.epochs=0", "train.epochs: Input should be greater than or equal to 1"),
+        ("train.epochs", "expected table.key=value"),
+        ("target.model.name=x", "model is not a table"),
+        ("drafter=[]", "drafter: Tuple should have at least 1 item"),
+    ],
+)
+def test_bad_setting_is_one_line_that_names_it(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_run_file(write(tmp_path, MINIMAL), overrides=[override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_key_of_a_drafters_train_table_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="drafter one: train: unknown key sed; did you mean seed"):
+        load_run_file(write(tmp_path, MINIMAL + "train = { sed = 1 }\n"))
+
+
+def test_two_drafters_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two drafters share the name one"):
+        load_run_file(write(tmp_path, MINIMAL + '[[drafter]]\nname = "one"\n'))
+
+
+def test_missing_run_file_lists_the_presets(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no such run file; .*presets: .*demo"):
+        load_run_file(tmp_path / "absent.toml")
+
+
+def test_broken_toml_names_the_file_and_the_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"experiment\.toml: not a valid TOML file: .*line 2"):
+        load_run_file(write(tmp_path, "[target]\nmodel =\n"))

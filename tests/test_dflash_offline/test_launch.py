@@ -1,0 +1,94 @@
+"""The launcher: one process a job, queueing, failures apart, signals passed on."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dflash_offline import launch
+from dflash_offline.launch import Job, Slot, combined_exit_code, default_gpus, run_jobs, slots
+
+
+@pytest.fixture
+def python_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], Job]:
+    """Jobs that run `python -c code` instead of the command line."""
+    real = launch.subprocess.Popen
+
+    def popen(command: list[str], **kwargs: object) -> object:
+        return real([sys.executable, "-c", command[3]], **kwargs)
+
+    monkeypatch.setattr(launch.subprocess, "Popen", popen)
+    return lambda name, code: Job(name=name, arguments=[code], log_path=tmp_path / f"{name}.log")
+
+
+def test_a_failing_job_leaves_the_others_alone(
+    python_jobs: Callable[[str, str], Job], tmp_path: Path
+) -> None:
+    lines: list[tuple[str, str]] = []
+    exit_codes = run_jobs(
+        [python_jobs("bad", "raise SystemExit(3)"), python_jobs("good", "print('hello')")],
+        places=[Slot(environment={})],
+        show_line=lambda name, line: lines.append((name, line)),
+    )
+    assert exit_codes == {"bad": 3, "good": 0}
+    assert lines == [("good", "hello")]
+    assert (tmp_path / "good.log").read_text() == "hello\n"
+
+
+def test_each_job_gets_the_environment_of_its_place(python_jobs: Callable[[str, str], Job]) -> None:
+    lines: list[str] = []
+    run_jobs(
+        [python_jobs("a", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")],
+        places=[Slot(environment={"CUDA_VISIBLE_DEVICES": "5"})],
+        show_line=lambda name, line: lines.append(line),
+    )
+    assert lines == ["5"]
+
+
+def test_a_signal_reaches_running_jobs_and_starts_no_queued_one(
+    python_jobs: Callable[[str, str], Job],
+) -> None:
+    code = (
+        "import signal, sys, threading\n"
+        "stop = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
+        "print('ready')\n"
+        "stop.wait(60)\n"
+        "sys.exit(75)"
+    )
+
+    def show(name: str, line: str) -> None:
+        if line == "ready":
+            threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1)).start()
+
+    exit_codes = run_jobs(
+        [python_jobs("running", code), python_jobs("queued", "print('never')")],
+        places=[Slot(environment={})],
+        show_line=show,
+    )
+    assert exit_codes == {"running": 75, "queued": 75}
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "combined"),
+    [([0, 0], 0), ([0, 75], 75), ([2, 75], 2), ([0, -9], 1), ([1, 2], 1)],
+)
+def test_combined_exit_code(exit_codes: list[int], combined: int) -> None:
+    assert combined_exit_code({str(i): code for i, code in enumerate(exit_codes)}) == combined
+
+
+def test_eight_gpus_are_shared_five_and_three() -> None:
+    assert default_gpus(8, first=True) == [0, 1, 2, 3, 4]
+    assert default_gpus(8, first=False) == [5, 6, 7]
+    assert default_gpus(2, first=True) == default_gpus(2, first=False) == [0, 1]
+
+
+def test_an_absent_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="this machine has GPUs 0-1 only"):
+        slots((0, 2), available_gpus=2, cpu_processes=1, first=True)
+    with pytest.raises(ValueError, match="this machine shows no GPU"):
+        slots((0,), available_gpus=0, cpu_processes=1, first=True)
