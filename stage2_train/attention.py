@@ -1,0 +1,131 @@
+"""Which keys a block's query sees, and attention under that rule.
+
+The keys of a packed batch are its context tokens followed by the block tokens. A block sees the
+context of its own sequence strictly before its anchor, and itself; never another block, never
+another sequence. The block mask is therefore two integers for each block, and everything here is
+derived from them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from stage2_train.architecture import AttentionRule
+from stage2_train.drafter import Attend
+
+
+def block_mask(
+    context_start: Int[Tensor, "blocks"],
+    context_stop: Int[Tensor, "blocks"],
+    *,
+    num_context_tokens: int,
+    block_size: int,
+    rule: AttentionRule,
+) -> Bool[Tensor, "queries keys"]:
+    """Gives the mask of a packed batch: True where a query sees a key.
+
+    Args:
+        context_start: first context token of each block's sequence, as a place in the batch.
+        context_stop: the block's anchor, as a place in the batch: the first token it does not see.
+        num_context_tokens: context tokens of the batch; block tokens follow them among the keys.
+        block_size: tokens of a block.
+        rule: what the layer adds: causality inside the block, a sliding window.
+    """
+    device = context_start.device
+    num_queries = len(context_start) * block_size
+    query = torch.arange(num_queries, device=device)[:, None]
+    key = torch.arange(num_context_tokens + num_queries, device=device)[None, :]
+    return visible(
+        query,
+        key,
+        context_start=context_start,
+        context_stop=context_stop,
+        num_context_tokens=num_context_tokens,
+        block_size=block_size,
+        rule=rule,
+    )
+
+
+def visible(
+    query: Tensor,
+    key: Tensor,
+    *,
+    context_start: Tensor,
+    context_stop: Tensor,
+    num_context_tokens: int,
+    block_size: int,
+    rule: AttentionRule,
+) -> Tensor:
+    """Says for query and key indices (any shapes that broadcast) whether the query sees the key."""
+    block, offset = query // block_size, query % block_size
+    start, stop = context_start[block], context_stop[block]
+    key_block, key_offset = (
+        (key - num_context_tokens) // block_size,
+        (key - num_context_tokens) % block_size,
+    )
+    in_context = (key < num_context_tokens) & (key >= start) & (key < stop)
+    in_block = (key >= num_context_tokens) & (key_block == block)
+    if rule.sliding_window is not None:
+        # Inside one sequence places in the batch differ as positions do.
+        in_context = in_context & (stop + offset - key < rule.sliding_window)
+        in_block = in_block & ((offset - key_offset).abs() < rule.sliding_window)
+    if rule.is_causal:
+        in_block = in_block & (key_offset <= offset)
+    return in_context | in_block
+
+
+def decoding_mask(
+    num_queries: int, num_keys: int, *, rule: AttentionRule, device: torch.device
+) -> Bool[Tensor, "queries keys"] | None:
+    """Gives the mask of one block over its whole context, or None where all is seen.
+
+    The keys are positions 0 to `num_keys - 1` of one sequence; the queries are the last ones.
+    """
+    if not rule.is_causal and rule.sliding_window is None:
+        return None
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    distance = query - torch.arange(num_keys, device=device)[None, :]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if rule.is_causal:
+        seen &= distance >= 0
+    if rule.sliding_window is not None:
+        seen &= distance.abs() < rule.sliding_window
+    return seen
+
+
+def make_sdpa_attend(masks: Sequence[Bool[Tensor, "queries keys"] | None]) -> Attend:
+    """Makes plain attention with one mask for each layer: the reference of every faster path."""
+
+    def attend(
+        queries: Float[Tensor, "batch heads queries head_dim"],
+        keys: Float[Tensor, "batch kv_heads keys head_dim"],
+        values: Float[Tensor, "batch kv_heads keys head_dim"],
+        layer_index: int,
+    ) -> Float[Tensor, "batch heads queries head_dim"]:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=masks[layer_index], enable_gqa=True
+        )
+
+    return attend
+
+
+def make_decoding_attend(rules: Sequence[AttentionRule]) -> Attend:
+    """Makes attention for decoding one sequence: the keys are its whole context and one block."""
+
+    def attend(
+        queries: Float[Tensor, "batch heads queries head_dim"],
+        keys: Float[Tensor, "batch kv_heads keys head_dim"],
+        values: Float[Tensor, "batch kv_heads keys head_dim"],
+        layer_index: int,
+    ) -> Float[Tensor, "batch heads queries head_dim"]:
+        mask = decoding_mask(
+            queries.shape[2], keys.shape[2], rule=rules[layer_index], device=keys.device
+        )
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=True
+        )
+
+    return attend
