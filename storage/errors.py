@@ -1,0 +1,54 @@
+"""Errors of the store: each is one clear line saying what is wrong and what to do."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StoreError(ValueError):
+    """Something about the store that its user, not its programmer, has to mend."""
+
+
+class StoreNotFoundError(StoreError, FileNotFoundError):
+    """There is no store at this place."""
+
+
+class IdentityMismatchError(StoreError):
+    """The store was made with another target, template, split or arithmetic."""
+
+
+class DamagedShardError(StoreError, OSError):
+    """Committed data is missing, short or does not match its checksum."""
+
+
+class StoreWriteError(StoreError, OSError):
+    """The disk refused a write: full, read-only or not permitted."""
+
+
+class NonFiniteStatesError(StoreError):
+    """Hidden states hold NaN or infinity; they never enter a store."""
+
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free space there, then run the same command again",
+    errno.EDQUOT: "the disk quota is used up; free space there, then run the same command again",
+    errno.EROFS: "the file system is read-only; mount it writable or choose another store folder",
+    errno.EACCES: "permission denied; change the folder's owner or mode, or choose another one",
+    errno.EPERM: "operation not permitted; change the folder's owner or mode, or choose another one",
+    errno.EMLINK: "the file system allows no more links there",
+    errno.EOPNOTSUPP: "the file system has no hard links, which the commit protocol needs",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; choose another store folder",
+    errno.EMFILE: "too many open files; raise `ulimit -n`",
+}
+
+
+@contextmanager
+def explain_os_errors(action: str, path: object) -> Iterator[None]:
+    """Turns the operating system's refusals into one line with advice; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0)
+        if advice is None or isinstance(error, StoreError):
+            raise
+        raise StoreWriteError(f"cannot {action} {path}: {advice}") from error

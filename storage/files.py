@@ -1,0 +1,226 @@
+"""Files written whole or not at all, on a local or shared file system."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from storage.errors import DamagedShardError, explain_os_errors
+from storage.layout import TEMPORARY
+
+Buffer = memoryview | bytes | bytearray
+
+
+class AppendStream(Protocol):
+    """A file being written from start to end, under a name that nobody reads yet."""
+
+    def write(self, data: Buffer) -> None:
+        """Appends all of `data`."""
+
+    def close(self) -> None:
+        """Ends the file and returns once its bytes survive a power loss."""
+
+    def abandon(self) -> None:
+        """Closes without any promise; the file is going to be removed."""
+
+
+class RangeReader(Protocol):
+    """A committed file read by byte range, from any thread."""
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fills the buffers, one after another, from `offset` on; short files raise."""
+
+    def close(self) -> None:
+        """Gives the file back."""
+
+
+class Files(Protocol):
+    """What a store needs of its medium; paths are relative to the root, with `/`."""
+
+    def create(self, path: str, data: Buffer) -> bool:
+        """Creates a durable file at once and exclusively; False if other bytes are there."""
+
+    def read(self, path: str) -> bytes:
+        """The whole file; FileNotFoundError if there is none."""
+
+    def size(self, path: str) -> int:
+        """Its size in bytes; FileNotFoundError if there is none."""
+
+    def names(self, folder: str) -> list[str]:
+        """Sorted names in a folder, unfinished files left out; empty if there is no folder."""
+
+    def append_stream(self, path: str) -> AppendStream:
+        """Starts a new file (and its folders)."""
+
+    def range_reader(self, path: str) -> RangeReader:
+        """Opens a file for reads by range."""
+
+    def sync_tree(self, folder: str) -> None:
+        """Makes the names in a folder, below it and up to the root survive a power loss."""
+
+    def remove_tree(self, folder: str) -> None:
+        """Removes a folder and all below it, if it is there."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names inside a folder survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: Buffer) -> None:
+    """Writes all of `data`, whatever the system takes at a time."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        view = view[os.write(descriptor, view) :]
+
+
+class LocalAppendStream:
+    """An AppendStream on a file system; each `write` is one system call without the GIL."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        with explain_os_errors("create", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, data: Buffer) -> None:
+        """Appends all of `data`."""
+        with explain_os_errors("write", self._path):
+            write_all(self._descriptor, data)
+
+    def close(self) -> None:
+        """Flushes to disk and closes."""
+        with explain_os_errors("write", self._path):
+            os.fsync(self._descriptor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closes without flushing; harmless when closed already."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class LocalRangeReader:
+    """A RangeReader on a file system: `preadv` straight into the caller's memory."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fills the buffers from `offset` on."""
+        remaining = [buffer for buffer in buffers if len(buffer)]
+        while remaining:
+            got = os.preadv(self._descriptor, remaining, offset)
+            if got == 0:
+                raise DamagedShardError(f"{self._path} ends at byte {offset}, too early")
+            offset += got
+            remaining = _drop_filled(remaining, got)
+
+    def close(self) -> None:
+        """Closes the file; harmless when closed already."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _drop_filled(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    while buffers and num_bytes >= len(buffers[0]):
+        num_bytes -= len(buffers[0])
+        buffers = buffers[1:]
+    return [buffers[0][num_bytes:], *buffers[1:]] if buffers else []
+
+
+class LocalFiles:
+    """Files below a folder of a local or shared file system with hard links."""
+
+    def __init__(self, root: str | Path):
+        self.root = Path(root).absolute()
+
+    def __repr__(self) -> str:
+        return str(self.root)
+
+    def create(self, path: str, data: Buffer) -> bool:
+        """Creates a file exclusively by linking a flushed temporary one to its name.
+
+        Returns True when the file now holds exactly `data`: also when a retried link of
+        ours succeeded unnoticed, as network file systems can do, or an equal file was there.
+        """
+        final = self.root / path
+        if final.exists():
+            return final.read_bytes() == bytes(data)
+        with explain_os_errors("write", final):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            return self._link_new(final, data)
+
+    def _link_new(self, final: Path, data: Buffer) -> bool:
+        temporary = final.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                write_all(descriptor, data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            try:
+                os.link(temporary, final)
+            except FileExistsError:
+                return final.read_bytes() == bytes(data)
+            finally:
+                self._sync_up(final.parent)
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _sync_up(self, folder: Path) -> None:
+        for parent in (folder, *folder.parents):
+            sync_folder(parent)
+            if parent == self.root:
+                sync_folder(parent.parent)
+                return
+
+    def read(self, path: str) -> bytes:
+        """The whole file."""
+        return (self.root / path).read_bytes()
+
+    def size(self, path: str) -> int:
+        """Its size in bytes."""
+        return (self.root / path).stat().st_size
+
+    def names(self, folder: str) -> list[str]:
+        """Sorted names in a folder, unfinished files left out."""
+        try:
+            names = os.listdir(self.root / folder)
+        except FileNotFoundError:
+            return []
+        return sorted(name for name in names if not name.startswith(TEMPORARY))
+
+    def append_stream(self, path: str) -> LocalAppendStream:
+        """Starts a new file and its folders."""
+        return LocalAppendStream(self.root / path)
+
+    def range_reader(self, path: str) -> LocalRangeReader:
+        """Opens a file for reads by range."""
+        return LocalRangeReader(self.root / path)
+
+    def sync_tree(self, folder: str) -> None:
+        """Flushes the folders in `folder`, itself and those above it up to the root."""
+        top = self.root / folder
+        with explain_os_errors("flush", top):
+            for parent, _, _ in os.walk(top, topdown=False):
+                sync_folder(Path(parent))
+            self._sync_up(top.parent)
+
+    def remove_tree(self, folder: str) -> None:
+        """Removes a folder and all below it, if it is there."""
+        shutil.rmtree(self.root / folder, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""What a store holds: identity, layer records, units, ids and their hashes. The one contract."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, UInt64
+
+from storage.errors import IdentityMismatchError
+
+FORMAT_VERSION = 1
+"""Version of the bytes on disk (FORMAT.md); part of the identity."""
+
+CHUNK_TOKENS = 256
+"""Tokens of one chunk of a layer array, and of one checksum block of a sequence."""
+
+LM_HEAD_INPUT = "lm_head_input"
+"""Name of the layer that holds the final normed state, from which `lm_head` makes logits."""
+
+
+def layer_name(layer: int | str) -> str:
+    """The stored name of a layer: `9` -> "9"; names pass through."""
+    return str(layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreIdentity:
+    """Everything that must be equal for two runs to share a store."""
+
+    target_name: str
+    target_revision: str | None
+    target_weights_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    template_arguments: Mapping[str, Any]
+    mask_rule_version: int
+    max_sequence_tokens: int
+    long_conversations: str
+    compute_dtype: str
+    attention_backend: str
+    hidden_size: int
+    num_target_layers: int
+    vocab_size: int
+    held_out_fraction: float
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """The identity as JSON values; two identities are the same when these are."""
+        return dict(json.loads(json.dumps(asdict(self))))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "StoreIdentity":
+        """The identity read back from `store.json`."""
+        return cls(**value)
+
+
+def check_same_identity(found: Mapping[str, Any], wanted: StoreIdentity, *, place: object) -> None:
+    """Raises IdentityMismatchError listing every field in which the store differs from the run."""
+    expected = wanted.to_json()
+    names = [f.name for f in fields(StoreIdentity)]
+    names += sorted(set(found) - set(names))
+    differing = [name for name in names if found.get(name) != expected.get(name)]
+    if differing:
+        listed = "; ".join(
+            f"{n}: store has {found.get(n)!r}, this run has {expected.get(n)!r}" for n in differing
+        )
+        raise IdentityMismatchError(
+            f"the store at {place} was made with another identity ({listed}); "
+            "give the run another store folder or restore these settings"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRecord:
+    """One stored layer: its name, how its states are encoded, their width."""
+
+    name: str
+    encoding: str
+    hidden_size: int
+    channel_scales: tuple[float, ...] | None = None
+    """Static scale of each channel, calibrated once; None for encodings without calibration."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "LayerRecord":
+        """The record read back from `layers/<name>.json`."""
+        scales = value["channel_scales"]
+        return cls(**{**value, "channel_scales": None if scales is None else tuple(scales)})
+
+
+@dataclass(frozen=True, order=True)
+class UnitId:
+    """A unit of work and of commit: one slice of one data generation."""
+
+    generation: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.generation:05d}-{self.index:05d}"
+
+    @classmethod
+    def parse(cls, text: str) -> "UnitId":
+        """The unit written as `00000-00012`."""
+        generation, index = text.split("-")
+        return cls(int(generation), int(index))
+
+
+def hash_id(sequence_id: str) -> int:
+    """First 8 bytes of the id's SHA-256, little-endian: splits, look-ups and digests use it."""
+    return int.from_bytes(hashlib.sha256(sequence_id.encode()).digest()[:8], "little")
+
+
+def unit_index(sequence_id: str, *, generation: int, num_units: int) -> int:
+    """The unit of a generation that a sequence belongs to; salted, so generations differ."""
+    salted = generation.to_bytes(4, "little") + sequence_id.encode()
+    return int.from_bytes(hashlib.sha256(salted).digest()[:8], "little") % num_units
+
+
+def is_held_out(sequence_id: str, fraction: float) -> bool:
+    """Whether no drafter is trained on this sequence; depends on the id and fraction only."""
+    return hash_id(sequence_id) < math.floor(fraction * 2**64)
+
+
+def held_out_mask(
+    id_hashes: UInt64[np.ndarray, " sequences"], fraction: float
+) -> Bool[np.ndarray, " sequences"]:
+    """`is_held_out` for many sequences by their `hash_id`."""
+    return id_hashes < np.uint64(math.floor(fraction * 2**64))
+
+
+def ids_digest(sequence_ids: Iterable[str]) -> str:
+    """SHA-256 of the sorted ids, each ended by a newline."""
+    joined = "".join(f"{sequence_id}\n" for sequence_id in sorted(sequence_ids))
+    return hashlib.sha256(joined.encode()).hexdigest()

@@ -1,0 +1,77 @@
+"""Read batches ahead of their use, in order, with bounded memory."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from storage.encodings import encoded_bytes_per_token
+from storage.reader import SequenceStates, Snapshot
+
+Item = int | tuple[int, slice]
+"""A sequence index, or one with the token range to read."""
+
+
+def read_ahead(
+    snapshot: Snapshot,
+    batches: Iterable[Sequence[Item]],
+    *,
+    layers: Sequence[str],
+    read_ahead_bytes: int = 1_000_000_000,
+    num_threads: int = 4,
+) -> Iterator[list[SequenceStates]]:
+    """Yields the sequences of each batch, in order, while later ones are being read.
+
+    Memory: batches read or being read, and not yet yielded, hold `read_ahead_bytes` at most, but
+    one batch always. An error of reading is raised when its batch's turn comes. Closing the
+    iterator (or letting it go) waits for the reads under way and leaves no thread behind.
+
+    Args:
+        snapshot: where the sequences lie.
+        batches: sequence indices, or (index, token slice) pairs; may be endless, pulled lazily.
+        layers: names of the layers to read.
+        read_ahead_bytes: memory that waiting batches may fill, in bytes.
+        num_threads: reading threads; they release the GIL while they read and verify.
+    """
+    token_bytes = _token_bytes(snapshot, layers)
+    waiting: deque[tuple[int, list[Future[SequenceStates]]]] = deque()
+    waiting_bytes = 0
+    source = iter(batches)
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="read-ahead")
+
+    def submit(item: Item) -> Future[SequenceStates]:
+        index, tokens = _index_and_tokens(item)
+        return pool.submit(snapshot.read, index, layers=layers, tokens=tokens)
+
+    try:
+        batch = next(source, None)
+        while waiting or batch is not None:
+            while batch is not None:
+                batch_bytes = token_bytes * sum(_num_tokens(snapshot, item) for item in batch)
+                if waiting and waiting_bytes + batch_bytes > read_ahead_bytes:
+                    break
+                waiting.append((batch_bytes, [submit(item) for item in batch]))
+                waiting_bytes += batch_bytes
+                batch = next(source, None)
+            batch_bytes, futures = waiting.popleft()
+            sequences = [future.result() for future in futures]
+            waiting_bytes -= batch_bytes
+            yield sequences
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _token_bytes(snapshot: Snapshot, layers: Sequence[str]) -> int:
+    records = snapshot.store.layers
+    return 5 + sum(
+        encoded_bytes_per_token(records[name].encoding, records[name].hidden_size)
+        for name in layers
+    )
+
+
+def _index_and_tokens(item: Item) -> tuple[int, slice]:
+    return item if isinstance(item, tuple) else (int(item), slice(None))
+
+
+def _num_tokens(snapshot: Snapshot, item: Item) -> int:
+    index, tokens = _index_and_tokens(item)
+    return len(range(*tokens.indices(int(snapshot.num_tokens[index]))))
