@@ -80,6 +80,27 @@ def write_all(descriptor: int, data: Buffer) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def replace_whole(path: Path, data: Buffer) -> None:
+    """Writes a local file so that a reader sees the old bytes or the new ones, never a part.
+
+    For files beside a store (run settings, `eval.json`); the store's own are created exclusively.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}{TEMPORARY}")
+    with explain_os_errors("write", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        except BaseException:
+            temporary.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        temporary.replace(path)
+        sync_folder(path.parent)
+
+
 class LocalAppendStream:
     """An AppendStream on a file system; each `write` is one system call without the GIL."""
 

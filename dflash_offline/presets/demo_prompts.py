@@ -1,4 +1,4 @@
-"""Write the prompts of the demo's conversations: short tasks whose answers are regular.
+"""Write the prompts of the demo's conversations: small pieces of code and records to write.
 
 Run it, then let the target answer (`docs/demo-data.md` tells the whole way):
 
@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable
 
-NUM_PROMPTS = 2400
+NUM_PROMPTS = 2000
 SEED = 20261129
 
 NOUNS = (
@@ -24,85 +24,63 @@ FIELDS = (
     "name age color size price weight height title author year city country email phone status "
     "score level speed width length owner brand model type category date code rating amount"
 ).split()
-NAMES = (
-    "Anna Ben Clara David Emma Frank Grace Henry Iris Jack Kate Liam Mia Noah Olivia Paul Rosa Sam "
-    "Tina Victor Wendy Yusuf Zoe"
-).split()
-CITIES = "London Paris Berlin Madrid Rome Vienna Oslo Dublin Lisbon Athens Prague Warsaw".split()
-WORDS = "red blue green sun moon star cat dog bird tree leaf rain snow wind fire stone".split()
 
 
-def count(rng: random.Random) -> str:
-    """Counting up by one."""
-    start = rng.randint(1, 60)
-    return f"Count from {start} to {start + rng.randint(12, 30)}, separated by commas."
+def sql_table(noun: str, fields: str) -> str:
+    """A table definition."""
+    return f"Write an SQL table {noun} with the columns {fields}. Only code."
 
 
-def count_by(rng: random.Random) -> str:
-    """Counting up by a step."""
-    step = rng.choice([2, 3, 4, 5, 10])
-    start = step * rng.randint(1, 20)
-    return f"Count by {step}s from {start} to {start + step * rng.randint(10, 18)}."
+def c_struct(noun: str, fields: str) -> str:
+    """A struct of C."""
+    return f"Write a C struct {noun} with the fields {fields}. Only code."
 
 
-def table(rng: random.Random) -> str:
-    """A multiplication table."""
-    factor = rng.randint(2, 25)
-    return f"Write the multiplication table of {factor} from {factor} x 1 to {factor} x 12."
+def rust_struct(noun: str, fields: str) -> str:
+    """A struct of Rust."""
+    return f"Write a Rust struct {noun} with the fields {fields}. Only code."
 
 
-def addition_list(rng: random.Random) -> str:
-    """A list of sums."""
-    number = rng.randint(2, 90)
-    return f"Write the sums {number} + 1, {number} + 2 and so on up to {number} + 12, one per line."
+def go_struct(noun: str, fields: str) -> str:
+    """A struct of Go."""
+    return f"Write a Go struct {noun} with the fields {fields}. Only code."
 
 
-def python_class(rng: random.Random) -> str:
-    """A class skeleton."""
-    noun, fields = rng.choice(NOUNS), rng.sample(FIELDS, rng.randint(3, 5))
-    return f"Write a Python class {noun} with the attributes {', '.join(fields)}. Only code."
+def typescript_interface(noun: str, fields: str) -> str:
+    """An interface of TypeScript."""
+    return f"Write a TypeScript interface {noun} with the fields {fields}. Only code."
 
 
-def getters(rng: random.Random) -> str:
-    """Getter functions."""
-    noun, fields = rng.choice(NOUNS), rng.sample(FIELDS, 3)
-    return f"Write Python getter methods of a class {noun} for {', '.join(fields)}. Only code."
+def python_class(noun: str, fields: str) -> str:
+    """A class of Python."""
+    return f"Write a Python class {noun} with the attributes {fields}. Only code."
 
 
-def json_record(rng: random.Random) -> str:
-    """A JSON record."""
-    fields = rng.sample(FIELDS, rng.randint(3, 5))
-    return f"Write a JSON list of three records with the keys {', '.join(fields)}. Only JSON."
+def java_class(noun: str, fields: str) -> str:
+    """A class of Java."""
+    return f"Write a Java class {noun} with the private fields {fields}. Only code."
 
 
-def repeat(rng: random.Random) -> str:
-    """A word repeated."""
-    return f"Write the words {' '.join(rng.sample(WORDS, 2))} ten times, one pair per line."
+def json_object(noun: str, fields: str) -> str:
+    """A JSON object."""
+    return f"Write a JSON object of a {noun} with the keys {fields}. Only JSON."
 
 
-def markdown_table(rng: random.Random) -> str:
+def markdown_table(noun: str, fields: str) -> str:
     """A Markdown table."""
-    people = ", ".join(rng.sample(NAMES, 4))
-    return f"Make a Markdown table with the columns name, age and city for {people}."
+    return f"Make a Markdown table of each {noun} with the columns {fields} and ten rows."
 
 
-def sentences(rng: random.Random) -> str:
-    """The same sentence with other names."""
-    names, city = rng.sample(NAMES, 5), rng.choice(CITIES)
-    return f'For each of {", ".join(names)} write the line "NAME lives in {city}."'
-
-
-TASKS: tuple[Callable[[random.Random], str], ...] = (
-    count,
-    count_by,
-    table,
-    addition_list,
+TASKS: tuple[Callable[[str, str], str], ...] = (
+    sql_table,
+    c_struct,
+    rust_struct,
+    go_struct,
+    typescript_interface,
     python_class,
-    getters,
-    json_record,
-    repeat,
+    java_class,
+    json_object,
     markdown_table,
-    sentences,
 )
 
 
@@ -117,7 +95,8 @@ def prompts(num_prompts: int, *, seed: int) -> list[str]:
     found: dict[str, None] = {}
     turn = 0
     while len(found) < num_prompts:
-        found[TASKS[turn % len(TASKS)](rng)] = None
+        fields = ", ".join(rng.sample(FIELDS, rng.randint(3, 5)))
+        found[TASKS[turn % len(TASKS)](rng.choice(NOUNS), fields)] = None
         turn += 1
     return list(found)
 

@@ -1,0 +1,204 @@
+"""What each command does: settings in, the stage's own page called, an exit code out."""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from dflash_offline.config import (
+    RunConfig,
+    as_toml_tables,
+    drafter_run,
+    extract_run,
+    run_dir_of,
+)
+from dflash_offline.launch import (
+    EXIT_STOPPED_EARLY,
+    Job,
+    combined_exit_code,
+    count_gpus,
+    describe_exit,
+    run_jobs,
+    slots,
+)
+from storage.files import replace_whole
+
+PACKAGES_OF_RECORD = ("torch", "triton", "transformers", "safetensors", "zarr", "numcodecs")
+
+
+def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[str]) -> int:
+    """Stage 1 with one process per GPU, or `extract.num_workers` of them without a GPU.
+
+    Args:
+        config: The run file, checked.
+        run_file: The run file again, for the workers' command lines.
+        overrides: The `--set` options, likewise.
+
+    Returns:
+        0 when every unit is committed, 75 when stopped early, else the failure's code.
+    """
+    from dflash_offline.progress import ExtractionProgress
+    from stage1_extract.extract import prepare_store
+
+    run_dir = _start_run(config)
+    places = slots(
+        config.extract.gpus,
+        available_gpus=count_gpus(),
+        cpu_processes=config.extract.num_workers,
+        first=True,
+    )
+    store = prepare_store(extract_run(config))
+    num_units = len(store.units())
+    num_open = num_units - len(store.committed())
+    if num_open == 0:
+        print(f"nothing to extract: all {num_units} units are committed in {store.store_dir}")
+        return 0
+    jobs = [
+        Job(
+            name=f"worker {index}",
+            arguments=[
+                *_command("extract", run_file, overrides),
+                *("--worker", str(index), "--num-workers", str(len(places))),
+            ],
+            log_path=run_dir / "extract" / f"worker-{index:05d}.log",
+        )
+        for index in range(len(places))
+    ]
+    with ExtractionProgress(run_dir=run_dir, num_workers=len(jobs), num_open=num_open) as progress:
+        exit_codes = run_jobs(jobs, places=places, show_line=progress.show_line)
+    progress.print_summary()
+    return _report(exit_codes, again=f"dflash-offline extract {run_file}")
+
+
+def run_extraction_worker(config: RunConfig, *, worker_index: int, num_workers: int) -> int:
+    """One worker of stage 1, in this process; any number of them share a store."""
+    from stage1_extract.extract import prepare_store, run_worker
+
+    run = extract_run(config)
+    prepare_store(run)
+    return run_worker(run, worker_index=worker_index, num_workers=num_workers)
+
+
+def launch_training(config: RunConfig, *, run_file: Path, overrides: Sequence[str]) -> int:
+    """Stage 2: every drafter in a process of its own; more drafters than places queue."""
+    run_dir = _start_run(config)
+    places = slots(
+        config.launch.gpus,
+        available_gpus=count_gpus(),
+        cpu_processes=config.launch.max_processes,
+        first=False,
+    )
+    jobs = [
+        Job(
+            name=drafter.name,
+            arguments=[*_command("train", run_file, overrides), "--drafter", drafter.name],
+            log_path=run_dir / "drafters" / drafter.name / "train.log",
+        )
+        for drafter in config.drafter
+    ]
+    width = max(len(job.name) for job in jobs)
+    exit_codes = run_jobs(
+        jobs,
+        places=places,
+        show_line=lambda name, line: print(f"{name:<{width}} | {line}", flush=True),
+    )
+    return _report(exit_codes, again=f"dflash-offline train {run_file}")
+
+
+def run_training(config: RunConfig, *, drafter_name: str) -> int:
+    """One drafter's training, in this process."""
+    from stage2_train.train import train_drafter
+
+    run = drafter_run(config, drafter_name)
+    _start_run(config)
+    return train_drafter(run)
+
+
+def run_evaluation(
+    config: RunConfig, *, drafter_names: Sequence[str], folder: Path | None, watch: bool
+) -> int:
+    """Real speculative decoding of the run's drafters, or of one folder from anywhere."""
+    from dflash_offline.evaluate import evaluate
+
+    _start_run(config)
+    return evaluate(config, drafter_names=drafter_names, folder=folder, watch=watch)
+
+
+def export_drafters(
+    config: RunConfig, *, drafter_names: Sequence[str], layout: str
+) -> list[Path]:
+    """Writes each drafter's best checkpoint, else its latest, as a folder engines load.
+
+    Raises:
+        ValueError: A drafter has no checkpoint yet.
+    """
+    from stage2_train.checkpoint import best_checkpoint, latest_checkpoint
+    from stage2_train.export import export_official, export_speculators
+
+    write = {"official": export_official, "speculators": export_speculators}[layout]
+    folders = []
+    for name in drafter_names or [drafter.name for drafter in config.drafter]:
+        drafter_dir = drafter_run(config, name).drafter_dir
+        checkpoint = best_checkpoint(drafter_dir) or latest_checkpoint(drafter_dir)
+        if checkpoint is None:
+            raise ValueError(f"{drafter_dir}: no checkpoint to export; train this drafter first")
+        out_dir = drafter_dir / ("export" if layout == "official" else f"export-{layout}")
+        write(checkpoint, out_dir)
+        folders.append(out_dir)
+    return folders
+
+
+def run_regeneration(config: RunConfig) -> Path:
+    """Lets the target answer `regenerate.prompts`; returns the JSONL file of the answers."""
+    from stage1_extract.regenerate import regenerate
+
+    run_dir = _start_run(config)
+    output = Path(config.regenerate.output or run_dir / "regenerated.jsonl")
+    return regenerate(config.target, config.data, config.regenerate, output_path=output)
+
+
+def _command(name: str, run_file: Path, overrides: Sequence[str]) -> list[str]:
+    settings = [part for override in overrides for part in ("--set", override)]
+    return [name, str(run_file), *settings]
+
+
+def _start_run(config: RunConfig) -> Path:
+    """Makes the run folder and records what is about to run there."""
+    run_dir = run_dir_of(config)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    resolved = tomli_w.dumps(as_toml_tables(config)).encode()
+    replace_whole(run_dir / "run.resolved.toml", resolved)
+    replace_whole(run_dir / "versions.json", json.dumps(versions(), indent=1).encode())
+    return run_dir
+
+
+def versions() -> dict[str, Any]:
+    """Versions of Python and the packages that matter, and the git commit where there is one."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES_OF_RECORD}
+    return {"python": platform.python_version(), "git_commit": _git_commit(), **found}
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _report(exit_codes: dict[str, int], *, again: str) -> int:
+    """Says which jobs did not end well and how to go on; returns the stage's exit code."""
+    for name, exit_code in exit_codes.items():
+        if exit_code != 0:
+            print(f"{name}: {describe_exit(exit_code)}", file=sys.stderr)
+    exit_code = combined_exit_code(exit_codes)
+    if exit_code == EXIT_STOPPED_EARLY:
+        print(f"stopped early; to go on: {again}", file=sys.stderr)
+    return exit_code
