@@ -85,7 +85,7 @@ def replace_whole(path: Path, data: Buffer) -> None:
 
     For files beside a store (run settings, `eval.json`); the store's own are created exclusively.
     """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}{TEMPORARY}")
+    temporary = path.with_name(f"{TEMPORARY}{path.name}.{uuid.uuid4().hex}")
     with explain_os_errors("write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
