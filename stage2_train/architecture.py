@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Scaling keys of the official package that only some targets need, with their neutral values.
@@ -136,7 +136,7 @@ class DrafterArchitecture:
         return config
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any]) -> "DrafterArchitecture":
         """Reads an official `config.json`, ours or z-lab's.
 
         Raises:
