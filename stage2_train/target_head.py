@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
+@runtime_checkable
 class HasHeadFiles(Protocol):
     """A store, as far as the head goes."""
 
