@@ -166,10 +166,9 @@ class _BatchDecoder:
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         # A block that starts at the last token still writes its whole width.
         self.num_slots = int(lengths.max()) + settings.max_new_tokens + self.block_size
-        self.token_ids = torch.zeros((len(prompts), self.num_slots + 1), dtype=torch.long).to(
-            device
-        )
-        self.margins = torch.zeros((len(prompts), self.num_slots + 1), dtype=torch.float32).to(device)
+        size = (len(prompts), self.num_slots + 1)
+        self.token_ids = torch.zeros(size, dtype=torch.long, device=device)
+        self.margins = torch.zeros(size, dtype=torch.float32, device=device)
         self.acceptance_lengths: list[list[int]] = [[] for _ in prompts]
         self.ends = lengths.tolist()
         self.rows = _Rows(

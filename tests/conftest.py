@@ -1,0 +1,100 @@
+"""Tiny random targets and drafters that several tests decode with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from stage2_train.architecture import DrafterArchitecture
+from stage2_train.drafter import Drafter, initialize
+from stage2_train.target_head import TargetHead
+
+VOCAB_SIZE = 64
+MASK_TOKEN_ID = VOCAB_SIZE - 1
+
+
+def make_tiny_target(**changes: Any) -> PreTrainedModel:
+    settings: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+
+
+def make_tiny_drafter(target: PreTrainedModel, *, seed: int = 1, **changes: Any) -> Drafter:
+    config = target.config.get_text_config()
+    settings: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": config.vocab_size,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 512,
+        "block_size": 5,
+        "mask_token_id": config.vocab_size - 1,
+        "target_layer_ids": (0, 1),
+        "num_target_layers": config.num_hidden_layers,
+        "layer_types": ("full_attention",) * changes.get("num_hidden_layers", 2),
+    }
+    drafter = Drafter(DrafterArchitecture(**{**settings, **changes}))
+    initialize(drafter, seed=seed)
+    with torch.no_grad():
+        # Larger than the usual start, so that attention and masks show in what is drafted.
+        for parameter in drafter.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(10.0)
+    return drafter.to(next(target.parameters()).dtype).eval()
+
+
+def tiny_head(target: PreTrainedModel) -> TargetHead:
+    config = target.config.get_text_config()
+    output = target.get_output_embeddings()
+    return TargetHead(
+        config=config.to_dict(),
+        embed_weight=target.get_input_embeddings().weight.detach(),
+        lm_head_weight=output.weight.detach(),
+        lm_head_bias=None if output.bias is None else output.bias.detach(),
+        embedding_scale=1.0,
+        logit_scale=1.0,
+        final_logit_softcapping=None,
+        tokenizer_size=config.vocab_size,
+        mask_token_id=None,
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.fixture
+def make_target() -> Callable[..., PreTrainedModel]:
+    """Make a tiny random Llama; arguments change its configuration."""
+    return make_tiny_target
+
+
+@pytest.fixture
+def make_drafter() -> Callable[..., Drafter]:
+    """Make a tiny random drafter for a target; arguments change its architecture."""
+    return make_tiny_drafter
+
+
+@pytest.fixture
+def make_head() -> Callable[..., TargetHead]:
+    """Take the embedding and LM head of a target."""
+    return tiny_head
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    # Tiny models on several threads wait for each other more than they compute.
+    torch.set_num_threads(1)
