@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stage2_train.config import DrafterConfig
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Scaling keys of the official package that only some targets need, with their neutral values.
 _NEUTRAL_SCALES = {
@@ -219,3 +221,71 @@ def layer_types(num_layers: int, sliding_layers: Sequence[int]) -> tuple[str, ..
     if outside:
         raise ValueError(f"sliding_layers {outside} lie outside the {num_layers} draft layers")
     return tuple(SLIDING if i in sliding_layers else FULL for i in range(num_layers))
+
+
+def resolve_architecture(
+    drafter: DrafterConfig,
+    *,
+    target_config: Mapping[str, Any],
+    vocab_size: int,
+    num_target_layers: int,
+    stored_layer_ids: Sequence[int],
+    mask_token_id: int | None,
+    scales: Mapping[str, float | None],
+) -> DrafterArchitecture:
+    """Fills what the run file leaves open with the target's own shape.
+
+    Args:
+        drafter: the drafter's table of the run file.
+        target_config: the target's text configuration.
+        vocab_size: rows of the target's embedding.
+        num_target_layers: decoder layers of the target.
+        stored_layer_ids: layers that the store holds.
+        mask_token_id: token the target can spare for masked positions, if it has one.
+        scales: `input_embedding_scale`, `output_multiplier` and `final_logit_softcapping`.
+
+    Raises:
+        ValueError: a setting does not fit the target or the store.
+    """
+    layer_ids = drafter.target_layer_ids or tuple(sorted(stored_layer_ids))
+    missing = [i for i in layer_ids if i not in stored_layer_ids]
+    if missing:
+        raise ValueError(
+            f"drafter {drafter.name}: target_layer_ids {missing} are not in the store, which holds "
+            f"{sorted(stored_layer_ids)}; name stored layers or add these to the store"
+        )
+    mask_token_id = mask_token_id if drafter.mask_token_id is None else drafter.mask_token_id
+    if mask_token_id is None:
+        raise ValueError(
+            f"drafter {drafter.name}: the target has neither an unused embedding row nor a mask "
+            "token; set mask_token_id to a token that never occurs in answers"
+        )
+    hidden_size = target_config["hidden_size"]
+    num_heads = drafter.num_attention_heads or target_config["num_attention_heads"]
+    num_kv_heads = drafter.num_key_value_heads or min(
+        num_heads, target_config.get("num_key_value_heads") or num_heads
+    )
+    target_head_dim = target_config.get("head_dim") or (
+        hidden_size // target_config["num_attention_heads"]
+    )
+    return DrafterArchitecture(
+        hidden_size=hidden_size,
+        num_hidden_layers=drafter.num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=drafter.head_dim or target_head_dim,
+        intermediate_size=(
+            drafter.intermediate_size or target_config.get("intermediate_size") or 4 * hidden_size
+        ),
+        rms_norm_eps=target_config.get("rms_norm_eps") or 1e-6,
+        vocab_size=vocab_size,
+        rope_parameters=read_rope_parameters(target_config),
+        max_position_embeddings=target_config["max_position_embeddings"],
+        block_size=drafter.block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=layer_ids,
+        num_target_layers=num_target_layers,
+        layer_types=layer_types(drafter.num_layers, drafter.sliding_layers),
+        sliding_window=drafter.sliding_window if drafter.sliding_layers else None,
+        **scales,  # type: ignore[arg-type]
+    )

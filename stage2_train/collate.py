@@ -1,0 +1,173 @@
+"""Makes one batch of fixed shape out of stored sequences: tensors, still encoded, on the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64, Shaped
+from torch import Tensor
+
+from stage2_train.batches import Window
+from stage2_train.blocks import Blocks, Supervision, make_blocks
+from storage.encodings import EncodedStates
+from storage.reader import SequenceStates
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedLayer:
+    """One layer's states of a batch, as stored; padding is zero."""
+
+    data: Shaped[Tensor, "tokens width"]
+    scales: Float32[Tensor, "tokens"] | None
+
+    def to(self, device: torch.device) -> "EncodedLayer":
+        """Copies to a device, without waiting where the source is pinned."""
+        return EncodedLayer(
+            data=self.data.to(device, non_blocking=True),
+            scales=None if self.scales is None else self.scales.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Everything one step needs. Only the number of rows differs from batch to batch."""
+
+    layers: tuple[EncodedLayer, ...]
+    """States of each target layer, in the drafter's order."""
+    positions: Int64[Tensor, "tokens"]
+    """Place of each token in its sequence; 0 for padding."""
+    context_start: Int64[Tensor, "blocks"]
+    context_stop: Int64[Tensor, "blocks"]
+    block_token_ids: Int64[Tensor, "queries"]
+    """Anchor token at offset 0, mask token elsewhere."""
+    block_positions: Int64[Tensor, "queries"]
+    """Place of each block token in its sequence."""
+    row_index: Int64[Tensor, "rows"]
+    """Block tokens that have a label, as places among the queries."""
+    row_label: Int64[Tensor, "rows"]
+    row_weight: Float32[Tensor, "rows"]
+    weight_sum: float
+    """Sum of `row_weight`, known before the device is."""
+    num_real_tokens: int
+    """Tokens that are not padding."""
+    num_real_blocks: int
+    """Blocks that are not padding."""
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """Copies to a device, without waiting where the source is pinned."""
+        return PackedBatch(**{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
+
+
+def supervision_of(sequence: SequenceStates, window: Window) -> Supervision:
+    """Gives the tokens and loss mask of a window that was read."""
+    return Supervision(
+        sequence_id=sequence.sequence_id,
+        token_ids=sequence.token_ids,
+        loss_mask=sequence.loss_mask,
+        first_position=window.start,
+    )
+
+
+def collate(
+    sequences: Sequence[SequenceStates],
+    windows: Sequence[Window],
+    *,
+    layer_names: Sequence[str],
+    batch_tokens: int,
+    num_anchors: int,
+    weight_of_offset: Float32[np.ndarray, "block_size"],
+    mask_token_id: int,
+    seed: int,
+    epoch: int,
+    stop_at_unsupervised: bool = False,
+) -> PackedBatch:
+    """Packs the windows of one batch end to end, pads the end, and makes its blocks.
+
+    Args:
+        sequences: what was read for each window.
+        windows: the windows of the batch.
+        layer_names: layers in the drafter's order.
+        batch_tokens: token budget; the batch has exactly so many.
+        num_anchors: blocks; the batch has exactly so many.
+        weight_of_offset: what `blocks.offset_weights` gave.
+        mask_token_id: token of a position to draft.
+        seed: seed of the run.
+        epoch: pass over the data.
+        stop_at_unsupervised: see `blocks.label_blocks`.
+    """
+    blocks = make_blocks(
+        [supervision_of(s, w) for s, w in zip(sequences, windows, strict=True)],
+        num_anchors=num_anchors,
+        weight_of_offset=weight_of_offset,
+        seed=seed,
+        epoch=epoch,
+        stop_at_unsupervised=stop_at_unsupervised,
+    )
+    positions = np.zeros(batch_tokens, np.int64)
+    num_real_tokens = sum(window.num_tokens for window in windows)
+    positions[:num_real_tokens] = np.concatenate([np.arange(w.start, w.stop) for w in windows])
+    return batch_of(
+        blocks,
+        layers=tuple(
+            pack_layer([sequence.states[name] for sequence in sequences], num_tokens=batch_tokens)
+            for name in layer_names
+        ),
+        positions=positions,
+        num_real_tokens=num_real_tokens,
+        mask_token_id=mask_token_id,
+    )
+
+
+def batch_of(
+    blocks: Blocks,
+    *,
+    layers: tuple[EncodedLayer, ...],
+    positions: Int64[np.ndarray, "tokens"],
+    num_real_tokens: int,
+    mask_token_id: int,
+) -> PackedBatch:
+    """Turns blocks and packed layers into the tensors of a step."""
+    block_size = blocks.weight.shape[1]
+    offset = np.arange(block_size)
+    block_token_ids = np.where(offset == 0, blocks.anchor_token_id[:, None], mask_token_id)
+    row_index = np.flatnonzero(blocks.weight)
+    return PackedBatch(
+        layers=layers,
+        positions=torch.from_numpy(positions),
+        context_start=torch.from_numpy(blocks.context_start),
+        context_stop=torch.from_numpy(blocks.context_stop),
+        block_token_ids=torch.from_numpy(block_token_ids.reshape(-1)),
+        block_positions=torch.from_numpy((blocks.position[:, None] + offset).reshape(-1)),
+        row_index=torch.from_numpy(row_index),
+        row_label=torch.from_numpy(blocks.label.reshape(-1)[row_index]),
+        row_weight=torch.from_numpy(blocks.weight.reshape(-1)[row_index]),
+        weight_sum=float(blocks.weight.sum(dtype=np.float64)),
+        num_real_tokens=num_real_tokens,
+        num_real_blocks=blocks.num_valid,
+    )
+
+
+def pack_layer(parts: Sequence[EncodedStates], *, num_tokens: int) -> EncodedLayer:
+    """Lays one layer's sequences end to end in a buffer of `num_tokens`; the rest is zero."""
+    first = parts[0]
+    data = np.zeros((num_tokens, first.data.shape[1]), first.data.dtype)
+    scales = None if first.scales is None else np.zeros(num_tokens, np.float32)
+    start = 0
+    for part in parts:
+        stop = start + len(part.data)
+        data[start:stop] = part.data
+        if scales is not None and part.scales is not None:
+            scales[start:stop] = part.scales
+        start = stop
+    return EncodedLayer(
+        data=torch.from_numpy(data), scales=None if scales is None else torch.from_numpy(scales)
+    )
+
+
+def _moved(value: object, device: torch.device) -> object:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(layer.to(device) for layer in value)
+    return value

@@ -1,0 +1,152 @@
+"""Weighted cross-entropy over the target's frozen LM head, in chunks of rows.
+
+The head is not trained, so a row needs two matrix products, logits and the gradient of its hidden
+state, and both are made while the chunk's logits exist. No tensor of [rows, vocab] is kept.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from stage2_train.target_head import TargetHead, cap_logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLoss:
+    """Loss of a batch and what each row says."""
+
+    loss: Float[Tensor, ""]
+    """Sum over rows of weight times loss; carries the gradient."""
+    row_loss: Float[Tensor, "rows"]
+    """Cross-entropy of each row, in nats; no gradient."""
+    is_top: Bool[Tensor, "rows"]
+    """Whether no token has a higher logit than the label: greedy drafting gets it right."""
+
+
+def head_cross_entropy(
+    hidden: Float[Tensor, "rows hidden"],
+    labels: Int[Tensor, "rows"],
+    weights: Float[Tensor, "rows"],
+    *,
+    head: TargetHead,
+    chunk_rows: int,
+) -> HeadLoss:
+    """Gives the weighted cross-entropy of the labels under the head.
+
+    Args:
+        hidden: normed hidden states of the drafter, of the head's type.
+        labels: token of each row.
+        weights: weight of each row's loss; the caller normalises them.
+        head: the target's frozen head.
+        chunk_rows: rows whose logits exist at once.
+    """
+    loss, row_loss, is_top = _ChunkedHeadLoss.apply(hidden, labels, weights, head, chunk_rows)  # type: ignore[no-untyped-call]
+    return HeadLoss(loss=loss, row_loss=row_loss, is_top=is_top)
+
+
+def plain_cross_entropy(
+    hidden: Float[Tensor, "rows hidden"],
+    labels: Int[Tensor, "rows"],
+    weights: Float[Tensor, "rows"],
+    *,
+    head: TargetHead,
+) -> HeadLoss:
+    """Gives the same as `head_cross_entropy` by plain operations: the reference."""
+    logits = head.logits(hidden)
+    row_loss = functional.cross_entropy(logits, labels, reduction="none")
+    label_logit = logits.gather(1, labels[:, None])[:, 0]
+    return HeadLoss(
+        loss=(row_loss * weights).sum(),
+        row_loss=row_loss.detach(),
+        is_top=label_logit >= logits.amax(dim=1),
+    )
+
+
+class _ChunkedHeadLoss(torch.autograd.Function):
+    """Makes the gradient in the forward pass: the loss is linear in what comes from above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        head: TargetHead,
+        chunk_rows: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_rows = len(labels)
+        row_loss = torch.empty(num_rows, dtype=weights.dtype, device=hidden.device)
+        is_top = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Two buffers for all chunks: fresh ones would cost more than the softmax on a CPU.
+        buffers = [hidden.new_empty(min(chunk_rows, num_rows), head.vocab_size) for _ in range(2)]
+        for start in range(0, num_rows, chunk_rows):
+            rows = slice(start, min(start + chunk_rows, num_rows))
+            num_chunk_rows = rows.stop - rows.start
+            _chunk_loss(
+                hidden[rows],
+                labels[rows],
+                weights[rows],
+                head=head,
+                logits=buffers[0][:num_chunk_rows],
+                probabilities=buffers[1][:num_chunk_rows],
+                row_loss=row_loss[rows],
+                is_top=is_top[rows],
+                gradient=None if gradient is None else gradient[rows],
+            )
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(row_loss, is_top)
+        return (row_loss * weights).sum(), row_loss, is_top
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None, None, None
+
+
+def _chunk_loss(
+    hidden: Float[Tensor, "rows hidden"],
+    labels: Int[Tensor, "rows"],
+    weights: Float[Tensor, "rows"],
+    *,
+    head: TargetHead,
+    logits: Float[Tensor, "rows vocab"],
+    probabilities: Float[Tensor, "rows vocab"],
+    row_loss: Float[Tensor, "rows"],
+    is_top: Bool[Tensor, "rows"],
+    gradient: Float[Tensor, "rows hidden"] | None,
+) -> None:
+    """Fills `row_loss`, `is_top` and `gradient` of one chunk; the other outputs are scratch."""
+    weight = head.lm_head_weight
+    torch.mm(hidden, weight.t(), out=logits)
+    if head.lm_head_bias is not None:
+        logits += head.lm_head_bias
+    is_raw = head.logit_scale == 1.0 and head.final_logit_softcapping is None
+    if not is_raw:
+        logits.copy_(cap_logits(logits * head.logit_scale, head.final_logit_softcapping))
+    top = logits.amax(dim=1)
+    label_logit = logits.gather(1, labels[:, None])[:, 0]
+    torch.softmax(logits, dim=1, out=probabilities)
+    # The top token's probability is 1/sum(exp(logit - top)): no further pass over the logits.
+    log_sum = top.to(row_loss.dtype) - probabilities.amax(dim=1).to(row_loss.dtype).log()
+    row_loss.copy_(log_sum - label_logit)
+    is_top.copy_(label_logit >= top)
+    if gradient is None:
+        return
+    if is_raw:
+        # The label's own term apart: in bf16 its probability minus one would round away.
+        torch.mm(probabilities, weight, out=gradient)
+        gradient -= weight[labels]
+    else:
+        probabilities.scatter_add_(
+            1, labels[:, None], torch.full_like(labels[:, None], -1, dtype=probabilities.dtype)
+        )
+        if head.final_logit_softcapping is not None:
+            probabilities *= 1 - (logits / head.final_logit_softcapping) ** 2
+        torch.mm(probabilities, weight, out=gradient)
+        gradient *= head.logit_scale
+    gradient *= weights[:, None].to(gradient.dtype)
