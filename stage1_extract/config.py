@@ -86,7 +86,10 @@ class RegenerateConfig(Settings):
     """How the target answers prompts itself."""
 
     prompts: tuple[str, ...] = ()
-    """JSONL files of prompts (any conversation format; assistant turns are dropped)."""
+    """JSONL files of prompts, in any conversation format."""
+    turns: Literal["every", "last"] = "every"
+    """`every`: all given answers are dropped and every user turn is answered in order; `last`: the
+    conversation is kept and only its last answer is written."""
     output: str | None = None
     """JSONL file of answered conversations; None puts it into the run folder."""
     max_new_tokens: int = Field(default=512, ge=1)

@@ -1,0 +1,191 @@
+"""The transformers backend: loads the target and reads hidden states with hooks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from stage1_extract.config import TargetConfig
+from stage1_extract.target import resolve_target
+from storage.schema import LM_HEAD_INPUT
+
+# What loading raises for a folder that is not what it should be; anything else is a bug.
+_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+
+
+class _ForwardDone(Exception):  # noqa: N818 - not an error: the layers above are not needed.
+    """Ends a forward pass after the highest captured layer."""
+
+
+class TransformersTarget:
+    """A target loaded with transformers, on one device."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: str):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.device = device
+        self.config = model.config.get_text_config()
+        self.decoder = find_decoder(model)
+
+    @classmethod
+    def load(cls, config: TargetConfig, *, device: str = "cpu") -> Self:
+        """Loads weights and tokenizer.
+
+        Raises:
+            ValueError: The target is not found or transformers cannot load it.
+        """
+        folder = resolve_target(config)
+        tokenizer = load_tokenizer(config)
+        arguments: dict[str, Any] = {
+            "dtype": getattr(torch, config.dtype),
+            "attn_implementation": config.attention,
+            "trust_remote_code": config.trust_remote_code,
+        }
+        disable_progress_bar()  # A worker's log is no place for a redrawn line.
+        with _clear_errors(config):
+            try:
+                model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+            except ValueError as error:
+                if "Unrecognized configuration class" not in str(error):
+                    raise
+                model = AutoModelForImageTextToText.from_pretrained(folder, **arguments)
+        return cls(model.to(device).eval().requires_grad_(False), tokenizer, device)
+
+    @torch.inference_mode()
+    def hidden_states(
+        self, token_ids: Sequence[Sequence[int]], *, layers: Sequence[str]
+    ) -> list[Mapping[str, Float[Tensor, "tokens hidden"]]]:
+        """States of each sequence by layer name; see `Target.hidden_states`."""
+        return [self._hidden_states_of_one(each, layers) for each in token_ids]
+
+    def _hidden_states_of_one(
+        self, token_ids: Sequence[int], layers: Sequence[str]
+    ) -> dict[str, Tensor]:
+        batch = torch.tensor([list(token_ids)], dtype=torch.long, device=self.device)
+        with capture(self.decoder, layers) as captured:
+            self.decoder(input_ids=batch, use_cache=False)
+        return {name: captured[name][0] for name in layers}
+
+
+@contextmanager
+def capture(decoder: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Collects states by layer name from forward passes inside the block.
+
+    A pass stops after the highest captured layer; the final norm runs only for "lm_head_input".
+    """
+    captured: dict[str, Tensor] = {}
+    ids = {int(name) for name in layers if name != LM_HEAD_INPUT}
+    last = None if LM_HEAD_INPUT in layers else max(ids)
+
+    def keep(name: str, *, then_stop: bool) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            captured[name] = output[0] if isinstance(output, tuple) else output
+            if then_stop:
+                raise _ForwardDone
+
+        return hook
+
+    decoder_layers: Any = decoder.layers
+    handles = [
+        decoder_layers[layer_id].register_forward_hook(
+            keep(str(layer_id), then_stop=layer_id == last)
+        )
+        for layer_id in ids
+    ]
+    if LM_HEAD_INPUT in layers:
+        norm: Any = decoder.norm
+        handles.append(norm.register_forward_hook(keep(LM_HEAD_INPUT, then_stop=False)))
+    try:
+        yield captured
+    except _ForwardDone:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """The stack of decoder layers inside a model, through multimodal wrappers.
+
+    Raises:
+        ValueError: The model has no such stack with `layers` and a final `norm`.
+    """
+    decoder = model.get_decoder()
+    for candidate in (decoder, getattr(decoder, "language_model", None)):
+        if isinstance(getattr(candidate, "layers", None), nn.ModuleList) and isinstance(
+            getattr(candidate, "norm", None), nn.Module
+        ):
+            assert isinstance(candidate, nn.Module)
+            return candidate
+    raise ValueError(
+        f"target.model: {type(model).__name__} has no decoder with `layers` and a final `norm`;"
+        " its hidden states cannot be read"
+    )
+
+
+def load_config(config: TargetConfig) -> PretrainedConfig:
+    """The language model's configuration, without its weights.
+
+    Raises:
+        ValueError: The target is not found or its configuration is unreadable.
+    """
+    folder = resolve_target(config)
+    with _clear_errors(config):
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    return whole.get_text_config()
+
+
+def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+    """The target's tokenizer.
+
+    Raises:
+        ValueError: The target is not found or has no usable tokenizer.
+    """
+    folder = resolve_target(config)
+    with _clear_errors(config):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=config.trust_remote_code
+        )
+    if len(tokenizer) == 0:
+        raise ValueError(f"target.model: {folder} has no tokenizer; add its tokenizer.json")
+    return tokenizer
+
+
+def stop_token_ids(folder: str | Path, config: PretrainedConfig) -> list[int]:
+    """Tokens that end an answer: of the generation settings if there are any, else of the model."""
+    from transformers import GenerationConfig
+
+    path = Path(folder) / "generation_config.json"
+    found = GenerationConfig.from_pretrained(folder).eos_token_id if path.is_file() else None
+    if found is None:
+        found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return []
+    return sorted({found} if isinstance(found, int) else set(found))
+
+
+@contextmanager
+def _clear_errors(config: TargetConfig) -> Iterator[None]:
+    try:
+        yield
+    except _LOAD_ERRORS as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"target.model: transformers cannot load {config.model!r}"
+            f" ({type(error).__name__}: {lines[0]}); check that the folder is whole, that the model"
+            " is known to this transformers version, and target.trust_remote_code if it needs code"
+        ) from error
