@@ -6,12 +6,13 @@ and any Zarr v3 reader opens it, while a token range is one `preadv` for us.
 """
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from crc32c import crc32c
-from jaxtyping import Shaped, UInt32
+from jaxtyping import Shaped
 
 from storage import layout
 from storage.commits import ArrayRecord
@@ -34,7 +35,8 @@ def chunk_index(num_tokens: int, row_bytes: int) -> bytes:
     if num_tokens == 0:
         entries[:] = _EMPTY_CHUNK
     raw = entries.tobytes()
-    return raw + crc32c(raw).to_bytes(4, "little")
+    checksum: int = crc32c(raw)
+    return raw + checksum.to_bytes(4, "little")
 
 
 def array_metadata(
@@ -65,10 +67,19 @@ def array_metadata(
     return json.dumps(value).encode()
 
 
-def block_checksums(data: memoryview, row_bytes: int) -> list[int]:
-    """CRC-32C of each run of 256 tokens, from the first on."""
+def block_checksums(pieces: Iterable[memoryview], row_bytes: int) -> Iterator[int]:
+    """CRC-32C of each run of 256 tokens of the bytes that the pieces make up together."""
     step = CHUNK_TOKENS * row_bytes
-    return [crc32c(data[start : start + step]) for start in range(0, len(data), step)]
+    value, room = 0, step
+    for piece in pieces:
+        while len(piece):
+            part, piece = piece[:room], piece[room:]
+            value, room = crc32c(part, value), room - len(part)
+            if room == 0:
+                yield value
+                value, room = 0, step
+    if room < step:
+        yield value
 
 
 class ArrayWriter:
@@ -88,8 +99,8 @@ class ArrayWriter:
 
     def append(self, rows: Shaped[np.ndarray, "tokens width"]) -> None:
         """Appends one whole sequence with one write, its checksums computed on the way."""
-        data = memoryview(np.ascontiguousarray(rows)).cast("B")
-        self._checksums += block_checksums(data, self.row_bytes)
+        data = bytes_of(rows)
+        self._checksums += block_checksums([data], self.row_bytes)
         self._stream.write(data)
         self._num_tokens += len(rows)
 
@@ -122,16 +133,9 @@ class ArrayWriter:
         self._stream.abandon()
 
 
-def first_damaged_block(
-    data: memoryview, row_bytes: int, checksums: UInt32[np.ndarray, " blocks"]
-) -> int | None:
-    """Index of the first run of 256 tokens whose checksum differs; None if all agree."""
-    for block, (found, wanted) in enumerate(
-        zip(block_checksums(data, row_bytes), checksums.tolist(), strict=True)
-    ):
-        if found != wanted:
-            return block
-    return None
+def bytes_of(rows: Shaped[np.ndarray, "..."]) -> memoryview:
+    """The bytes of an array, copied only if they do not lie in one piece."""
+    return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
 
 
 def open_with_zarr(array_dir: str | Path) -> Any:

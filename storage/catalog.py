@@ -1,45 +1,208 @@
-"""Committed shards as columns: what a reader knows of every sequence without opening its shard."""
+"""Committed shards as columns, folded into files so that opening does not read every commit.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+What a reader knows of all sequences without touching a shard lies in a Catalog. It is built from
+commit records, or read from a catalog file plus the records that came after it.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64, UInt64
+from crc32c import crc32c
+from jaxtyping import Bool, Int32, Int64, UInt8, UInt64
 
-from storage.commits import CommitRecord
+from storage import layout
+from storage.commits import CommitRecord, committed_units, read_commit
+from storage.errors import DamagedShardError, StoreWriteError
+from storage.files import Files
+from storage.plan import complete_generations
 from storage.schema import UnitId, hash_id
+
+MAGIC = b"DFLCAT01"
+
+FOLD_COMMITS = 256
+"""Commit records newer than the newest catalog file from which on a reader writes another."""
+
+_PARALLEL_READS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
     """Columns over shards, in unit order, and over their sequences, in shard order."""
 
-    units: list[UnitId]
-    attempts: list[str]
-    sequences_per_shard: Int64[np.ndarray, " shards"]
+    generation: Int32[np.ndarray, " shards"]
+    unit_index: Int32[np.ndarray, " shards"]
+    attempt: UInt8[np.ndarray, "shards 16"]
+    num_sequences: Int32[np.ndarray, " shards"]
     num_tokens: Int32[np.ndarray, " sequences"]
     num_supervised: Int32[np.ndarray, " sequences"]
-    greedy: Bool[np.ndarray, " sequences"]
-    id_hashes: UInt64[np.ndarray, " sequences"]
+    greedy: UInt8[np.ndarray, " sequences"]
+    id_hash: UInt64[np.ndarray, " sequences"]
     id_bytes: Int32[np.ndarray, " sequences"]
     """Length of each id in UTF-8."""
-    id_text: bytes
+    id_text: UInt8[np.ndarray, " text"]
     """All ids, one after another, in UTF-8."""
 
+    def __len__(self) -> int:
+        return len(self.generation)
 
-def catalog_of(commits: Sequence[CommitRecord]) -> Catalog:
+    def unit(self, shard: int) -> UnitId:
+        """The unit of a shard."""
+        return UnitId(int(self.generation[shard]), int(self.unit_index[shard]))
+
+    def units(self) -> list[UnitId]:
+        """The units of all shards, in order."""
+        pairs = zip(self.generation.tolist(), self.unit_index.tolist(), strict=True)
+        return [UnitId(generation, index) for generation, index in pairs]
+
+
+_PER_SHARD = ("generation", "unit_index", "attempt", "num_sequences")
+_PER_SEQUENCE = ("num_tokens", "num_supervised", "greedy", "id_hash", "id_bytes")
+
+
+def catalog_of(commits: Iterable[CommitRecord]) -> Catalog:
     """The columns of some commit records, in unit order."""
-    commits = sorted(commits, key=lambda commit: commit.unit)
-    ids = [sequence_id for commit in commits for sequence_id in commit.sequence_ids]
-    encoded = [sequence_id.encode() for sequence_id in ids]
+    return select([_one_shard(commit) for commit in commits])
+
+
+def _one_shard(commit: CommitRecord) -> Catalog:
+    ids = [sequence_id.encode() for sequence_id in commit.sequence_ids]
     return Catalog(
-        units=[commit.unit for commit in commits],
-        attempts=[commit.attempt for commit in commits],
-        sequences_per_shard=np.array([len(c.sequence_ids) for c in commits], dtype=np.int64),
-        num_tokens=np.array([n for c in commits for n in c.num_tokens], dtype=np.int32),
-        num_supervised=np.array([n for c in commits for n in c.num_supervised], dtype=np.int32),
-        greedy=np.array([flag for c in commits for flag in c.greedy], dtype=np.bool_),
-        id_hashes=np.array([hash_id(sequence_id) for sequence_id in ids], dtype=np.uint64),
-        id_bytes=np.array([len(text) for text in encoded], dtype=np.int32),
-        id_text=b"".join(encoded),
+        generation=np.array([commit.unit.generation], dtype=np.int32),
+        unit_index=np.array([commit.unit.index], dtype=np.int32),
+        attempt=np.frombuffer(bytes.fromhex(commit.attempt), dtype=np.uint8)[None],
+        num_sequences=np.array([len(ids)], dtype=np.int32),
+        num_tokens=np.array(commit.num_tokens, dtype=np.int32),
+        num_supervised=np.array(commit.num_supervised, dtype=np.int32),
+        greedy=np.array(commit.greedy, dtype=np.uint8),
+        id_hash=np.array([hash_id(name) for name in commit.sequence_ids], dtype=np.uint64),
+        id_bytes=np.array([len(text) for text in ids], dtype=np.int32),
+        id_text=np.frombuffer(b"".join(ids), dtype=np.uint8),
     )
+
+
+_EMPTY = Catalog(
+    generation=np.zeros(0, dtype=np.int32),
+    unit_index=np.zeros(0, dtype=np.int32),
+    attempt=np.zeros((0, 16), dtype=np.uint8),
+    num_sequences=np.zeros(0, dtype=np.int32),
+    num_tokens=np.zeros(0, dtype=np.int32),
+    num_supervised=np.zeros(0, dtype=np.int32),
+    greedy=np.zeros(0, dtype=np.uint8),
+    id_hash=np.zeros(0, dtype=np.uint64),
+    id_bytes=np.zeros(0, dtype=np.int32),
+    id_text=np.zeros(0, dtype=np.uint8),
+)
+
+
+def select(parts: Sequence[Catalog], *, keep: Bool[np.ndarray, " shards"] | None = None) -> Catalog:
+    """Catalogs joined, some shards kept, in unit order."""
+    joined = {
+        field.name: np.concatenate([getattr(part, field.name) for part in (_EMPTY, *parts)])
+        for field in fields(Catalog)
+    }
+    order = np.lexsort((joined["unit_index"], joined["generation"]))
+    if keep is not None:
+        order = order[keep[order]]
+    if len(order) == len(joined["generation"]) and np.all(np.diff(order) == 1):
+        return Catalog(**joined)
+    counts = joined["num_sequences"].astype(np.int64)
+    sequences = _gather(counts, order)
+    id_bytes = joined["id_bytes"].astype(np.int64)
+    columns = {name: joined[name][order] for name in _PER_SHARD}
+    columns |= {name: joined[name][sequences] for name in _PER_SEQUENCE}
+    return Catalog(**columns, id_text=joined["id_text"][_gather(id_bytes, sequences)])
+
+
+def _gather(
+    counts: Int64[np.ndarray, " groups"], order: Int64[np.ndarray, " chosen"]
+) -> Int64[np.ndarray, " members"]:
+    """Places of the members of groups, the groups taken in `order`."""
+    starts = (np.cumsum(counts) - counts)[order]
+    sizes = counts[order]
+    shift = starts - (np.cumsum(sizes) - sizes)
+    return np.repeat(shift, sizes) + np.arange(sizes.sum())
+
+
+def dump_catalog(catalog: Catalog, *, num_generations: int) -> bytes:
+    """The bytes of a catalog file: magic, header length, JSON header, columns, CRC-32C."""
+    columns = {field.name: getattr(catalog, field.name) for field in fields(Catalog)}
+    header = {
+        "num_generations_complete": num_generations,
+        "columns": [[name, c.dtype.str, list(c.shape)] for name, c in columns.items()],
+    }
+    text = json.dumps(header).encode()
+    parts = [MAGIC, len(text).to_bytes(8, "little"), text]
+    data = b"".join(parts + [column.tobytes() for column in columns.values()])
+    checksum: int = crc32c(data)
+    return data + checksum.to_bytes(4, "little")
+
+
+def parse_catalog(data: bytes) -> tuple[Catalog, int]:
+    """The catalog in a file and how many generations it holds completely."""
+    view = memoryview(data)
+    if data[:8] != MAGIC or crc32c(view[:-4]).to_bytes(4, "little") != data[-4:]:
+        raise DamagedShardError("its checksum does not match")
+    start = 16 + int.from_bytes(data[8:16], "little")
+    header = json.loads(data[16:start])
+    columns = {}
+    for name, dtype, shape in header["columns"]:
+        count = int(np.prod(shape))
+        columns[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
+        start += columns[name].nbytes
+    return Catalog(**columns), header["num_generations_complete"]
+
+
+def newest_catalog(files: Files) -> tuple[Catalog, int]:
+    """The largest catalog file that is whole; an empty catalog if there is none."""
+    for name in reversed(files.names(layout.CATALOG)):
+        try:
+            return parse_catalog(files.read(layout.catalog(name)))
+        except (DamagedShardError, FileNotFoundError):
+            # Catalog files repeat what commit records say, so an older one serves as well.
+            continue
+    return _EMPTY, 0
+
+
+def read_catalog(files: Files, known: Catalog | None = None) -> Catalog:
+    """All commits there are now; writes a catalog file if many are new and it may.
+
+    Args:
+        files: of the store.
+        known: an earlier answer, which saves reading its commits again.
+    """
+    folded, num_complete = newest_catalog(files)
+    if num_complete and num_complete == len(files.names(layout.GENERATIONS)):
+        return folded
+    base = known if known is not None and len(known) > len(folded) else folded
+    new = sorted(committed_units(files) - set(base.units()))
+    catalog = select([base, *_read_shards(files, new)]) if new else base
+    if len(catalog) - len(folded) >= max(FOLD_COMMITS, len(folded) // 4):
+        _fold_if_writable(files, catalog)
+    return catalog
+
+
+def _read_shards(files: Files, units: Sequence[UnitId]) -> list[Catalog]:
+    def read(unit: UnitId) -> Catalog:
+        return _one_shard(read_commit(files, unit))
+
+    if len(units) < 2 * _PARALLEL_READS:
+        return [read(unit) for unit in units]
+    with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+        return list(pool.map(read, units))
+
+
+def fold(files: Files, catalog: Catalog) -> None:
+    """Writes a catalog file, from which later readers start."""
+    data = dump_catalog(catalog, num_generations=complete_generations(files, catalog.generation))
+    files.create(layout.catalog(f"{len(catalog):08d}-{crc32c(data):08x}.bin"), data)
+
+
+def _fold_if_writable(files: Files, catalog: Catalog) -> None:
+    try:
+        fold(files, catalog)
+    except StoreWriteError:
+        # A reader of a read-only or full disk does without; the next one may write it.
+        return

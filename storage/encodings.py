@@ -6,7 +6,6 @@ that GPU kernels can be tested against it bit for bit. NaN and infinity are refu
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Num, Shaped, UInt8, UInt16
@@ -38,9 +37,9 @@ class Encoding:
     """Stored elements of a token, from the hidden size."""
     has_scales: bool
     """Whether each token has a float32 scale."""
-    encode: Callable[[Any], EncodedStates]
+    encode: Callable[[np.ndarray], EncodedStates]
     """float32 [tokens, hidden] -> EncodedStates."""
-    decode: Callable[[EncodedStates], Any]
+    decode: Callable[[EncodedStates], np.ndarray]
     """EncodedStates -> float32 [tokens, hidden]."""
 
 
@@ -73,7 +72,7 @@ def float32_to_e4m3(values: Float32[np.ndarray, "*shape"]) -> UInt8[np.ndarray, 
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - np.uint32((127 - 7) << 3)
     subnormal = np.rint(magnitude * np.float32(2.0**9)).astype(np.uint32)
     code = np.where(magnitude < np.float32(2.0**-6), subnormal, normal).astype(np.uint8)
-    return code | (np.signbit(values).astype(np.uint8) << 7)
+    return np.where(np.signbit(values), code | 128, code).astype(np.uint8)
 
 
 def _e4m3_values() -> Float32[np.ndarray, "256"]:
@@ -94,7 +93,8 @@ def token_scales(
     states: Float32[np.ndarray, "tokens hidden"], largest: np.float32
 ) -> Float32[np.ndarray, " tokens"]:
     """Scale of each token: its largest magnitude becomes `largest`."""
-    return np.maximum(np.abs(states).max(axis=1) / largest, SMALLEST_SCALE)
+    largest_magnitude = np.abs(states).max(axis=1)
+    return np.asarray(np.maximum(largest_magnitude / largest, SMALLEST_SCALE))
 
 
 def _encode_fp8(states: Float32[np.ndarray, "tokens hidden"]) -> EncodedStates:
@@ -104,7 +104,7 @@ def _encode_fp8(states: Float32[np.ndarray, "tokens hidden"]) -> EncodedStates:
 
 def _decode_fp8(encoded: EncodedStates) -> Float32[np.ndarray, "tokens hidden"]:
     assert encoded.scales is not None
-    return E4M3_VALUES[encoded.data] * encoded.scales[:, None]
+    return np.asarray(E4M3_VALUES[encoded.data] * encoded.scales[:, None])
 
 
 ENCODINGS: dict[str, Encoding] = {

@@ -20,6 +20,15 @@ class IdentityMismatchError(StoreError):
 class DamagedShardError(StoreError, OSError):
     """Committed data is missing, short or does not match its checksum."""
 
+    shard: str | None = None
+    """The shard's unit, as text."""
+    layer: str | None = None
+    """Layer name, `scales` or `tokens`."""
+    chunk: int | None = None
+    """Zarr chunk of the layer's array; None when a whole file is concerned."""
+    sequence_id: str | None = None
+    """The sequence that was being read."""
+
 
 class StoreWriteError(StoreError, OSError):
     """The disk refused a write: full, read-only or not permitted."""
@@ -34,10 +43,12 @@ _ADVICE = {
     errno.EDQUOT: "the disk quota is used up; free space there, then run the same command again",
     errno.EROFS: "the file system is read-only; mount it writable or choose another store folder",
     errno.EACCES: "permission denied; change the folder's owner or mode, or choose another one",
-    errno.EPERM: "operation not permitted; change the folder's owner or mode, or choose another one",
+    errno.EPERM: "not permitted; change the folder's owner or mode, or choose another one",
     errno.EMLINK: "the file system allows no more links there",
     errno.EOPNOTSUPP: "the file system has no hard links, which the commit protocol needs",
     errno.ENOTDIR: "a part of this path is a file, not a folder; choose another store folder",
+    errno.EIO: "the disk reports an error; check it, then run the same command again",
+    errno.ENAMETOOLONG: "the path is too long; choose a shorter store folder",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
 }
 

@@ -13,6 +13,7 @@ COMMITS = "commits"
 SHARDS = "shards"
 CATALOG = "catalog"
 TOMBSTONES = "tombstones"
+PLANS = "plans"
 
 TOKENS = "tokens.bin"
 SCALES = "scales"
@@ -31,13 +32,23 @@ def head_file(name: str) -> str:
 
 
 def head_record(name: str) -> str:
-    """Size and checksum of a head file."""
-    return f"{HEAD_RECORDS}/{name}.json"
+    """Size and checksum of a head file; `/` in its name is written `%2F`."""
+    return f"{HEAD_RECORDS}/{name.replace('%', '%25').replace('/', '%2F')}.json"
 
 
 def generation(number: int) -> str:
     """The plan of one data generation."""
     return f"{GENERATIONS}/{number:05d}.json"
+
+
+def planned_ids(digest: str) -> str:
+    """The sorted ids of a generation, one a line, under their SHA-256."""
+    return f"{PLANS}/{digest}.ids"
+
+
+def catalog(name: str) -> str:
+    """A catalog file."""
+    return f"{CATALOG}/{name}"
 
 
 def fan_out(unit: UnitId) -> str:

@@ -72,4 +72,4 @@ def epoch_order(
         shards = snapshot.shard_index[order]
         place = np.argsort(permutation(int(shards.max()) + 1, seed=seed, epoch=epoch, stream=1))
         order = order[np.argsort(place[shards] // window_shards, kind="stable")]
-    return order[reader::num_readers].astype(np.int64)
+    return np.asarray(order[reader::num_readers], dtype=np.int64)

@@ -1,8 +1,6 @@
 """Read any sequence, any token range, any layers of a store; never needs write access."""
 
 import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,25 +11,23 @@ from crc32c import crc32c
 from jaxtyping import Bool, Float32, Int32, Int64
 
 from storage import layout
-from storage.arrays import first_damaged_block
-from storage.catalog import Catalog, catalog_of
-from storage.commits import (
-    TOKEN_BYTES,
-    ArrayRecord,
-    CommitRecord,
-    committed_units,
-    read_commit,
-    tombstoned_units,
-)
+from storage.catalog import Catalog, read_catalog, select
+from storage.commits import tombstoned_units
 from storage.encodings import EncodedStates, decode
 from storage.errors import DamagedShardError, StoreError
-from storage.files import Files, LocalFiles, RangeReader
+from storage.files import Files, LocalFiles
 from storage.records import read_record
-from storage.schema import CHUNK_TOKENS, LayerRecord, StoreIdentity, held_out_mask
+from storage.schema import (
+    LayerRecord,
+    StoreIdentity,
+    UnitId,
+    format_units,
+    hash_id,
+    held_out_mask,
+    parse_units,
+)
+from storage.shards import Destinations, OpenShards, ShardReader
 from storage.writer import read_identity, read_layers
-
-OPEN_SHARDS = 64
-"""Shards whose files stay open at once."""
 
 
 def open_store(store_dir: str | Path) -> "Store":
@@ -61,6 +57,7 @@ class Store:
     def __init__(self, files: Files, identity: StoreIdentity):
         self.files = files
         self.identity = identity
+        self._catalog: Catalog | None = None
 
     @property
     def layers(self) -> dict[str, LayerRecord]:
@@ -69,22 +66,40 @@ class Store:
 
     def head_bytes(self, name: str) -> bytes:
         """A file of head/, its checksum verified."""
-        record = read_record(self.files, layout.head_record(name))
-        data = self.files.read(layout.head_file(name))
-        if f"{crc32c(data):08x}" != record["crc32c"]:
-            raise DamagedShardError(f"{self.files}/{layout.head_file(name)} is damaged")
-        return data
+        return read_head_file(self.files, name)
 
     def head_path(self, name: str) -> Path:
-        """Where a file or folder of head/ lies."""
-        assert isinstance(self.files, LocalFiles)
+        """Where a file or folder of head/ lies, every byte of it verified just now."""
+        names = [file for file in head_files(self.files) if f"{file}/".startswith(f"{name}/")]
+        for file in names:
+            read_head_file(self.files, file)
+        if not names or not isinstance(self.files, LocalFiles):
+            raise StoreError(
+                f"{self.files} has no head file {name!r}; run `extract` to complete it"
+            )
         return self.files.root / layout.head_file(name)
 
-    def snapshot(self) -> "Snapshot":
-        """The sequences committed now; later commits do not change it."""
-        units = committed_units(self.files) - tombstoned_units(self.files)
-        catalog = catalog_of([read_commit(self.files, unit) for unit in sorted(units)])
-        return Snapshot(self, catalog)
+    def snapshot(self, snapshot_id: str | None = None) -> "Snapshot":
+        """The sequences committed now, or those of an earlier snapshot.
+
+        Args:
+            snapshot_id: `id` of an earlier snapshot of this store; it is given again exactly,
+                whatever was committed or repaired since. None takes all shards of now.
+        """
+        catalog = self._catalog = read_catalog(self.files, self._catalog)
+        units = catalog.units()
+        if snapshot_id is None:
+            wanted = set(units) - tombstoned_units(self.files)
+        else:
+            wanted = parse_units(snapshot_id.partition(":")[2])
+        keep = np.array([unit in wanted for unit in units], dtype=np.bool_)
+        snapshot = Snapshot(self, catalog if keep.all() else select([catalog], keep=keep))
+        if snapshot_id is not None and snapshot.id != snapshot_id:
+            raise StoreError(
+                f"{self.files} does not hold snapshot {snapshot_id}: shards are missing, or the "
+                "store is another one; give the store it was taken from"
+            )
+        return snapshot
 
     def sequence(self, sequence_id: str) -> "StoredSequence":
         """One sequence by its id, for looking around."""
@@ -98,9 +113,9 @@ class Store:
         """
         snapshot = self.snapshot()
         digest = hashlib.sha256()
-        ids = [snapshot.sequence_id(index) for index in range(snapshot.num_sequences)]
-        for index in np.argsort(np.array(ids, dtype=object), kind="stable"):
-            _digest_sequence(digest, snapshot.read(int(index), layers=list(self.layers)))
+        layers = sorted(self.layers)
+        for index in sorted(range(snapshot.num_sequences), key=snapshot.sequence_id):
+            _digest_sequence(digest, snapshot.read(index, layers=layers))
         return digest.hexdigest()
 
 
@@ -131,36 +146,62 @@ class StoredSequence:
         return np.stack(decoded, axis=1)
 
 
+def head_files(files: Files) -> list[str]:
+    """Names of all files under head/, those in folders as `folder/name`."""
+    names = []
+    for entry in files.names(layout.HEAD_RECORDS):
+        if entry.endswith(".json"):
+            names.append(entry.removesuffix(".json"))
+    return [name.replace("%2F", "/").replace("%25", "%") for name in names]
+
+
+def read_head_file(files: Files, name: str) -> bytes:
+    """A file of head/; raises DamagedShardError when its size or checksum is wrong."""
+    place = f"{files}/{layout.head_file(name)}"
+    try:
+        record = read_record(files, layout.head_record(name))
+        data = files.read(layout.head_file(name))
+    except FileNotFoundError as error:
+        raise DamagedShardError(f"{place} is missing; run `extract` to write it again") from error
+    if len(data) != record["num_bytes"] or f"{crc32c(data):08x}" != record["crc32c"]:
+        raise DamagedShardError(f"{place} is damaged; remove it and run `extract` again")
+    return data
+
+
 class Snapshot:
     """The sequences committed at one moment; immutable, usable from several threads."""
 
     def __init__(self, store: Store, catalog: Catalog):
         self.store = store
         self._catalog = catalog
-        self._shards = _OpenShards(store.files)
-        shards = np.arange(len(catalog.units), dtype=np.int64)
+        self._shards = OpenShards(store.files)
+        counts = catalog.num_sequences.astype(np.int64)
+        self._first_sequence = np.cumsum(counts) - counts
+        self._id_ends = np.cumsum(catalog.id_bytes, dtype=np.int64)
         self.shard_index: Int64[np.ndarray, " sequences"] = np.repeat(
-            shards, catalog.sequences_per_shard
+            np.arange(len(counts), dtype=np.int64), counts
         )
         self.num_tokens: Int64[np.ndarray, " sequences"] = catalog.num_tokens.astype(np.int64)
-        self.num_supervised = catalog.num_supervised.astype(np.int64)
-        self.greedy: Bool[np.ndarray, " sequences"] = catalog.greedy
-        self.held_out = held_out_mask(catalog.id_hashes, store.identity.held_out_fraction)
-        self._first_sequence = np.cumsum(catalog.sequences_per_shard)
-        self._first_sequence -= catalog.sequences_per_shard
-        self._id_ends = np.cumsum(catalog.id_bytes, dtype=np.int64)
+        self.num_supervised: Int64[np.ndarray, " sequences"] = catalog.num_supervised.astype(
+            np.int64
+        )
+        self.greedy: Bool[np.ndarray, " sequences"] = catalog.greedy.astype(np.bool_)
+        self.held_out: Bool[np.ndarray, " sequences"] = held_out_mask(
+            catalog.id_hash, store.identity.held_out_fraction
+        )
 
     @cached_property
     def id(self) -> str:
-        """Name of this set of shards; equal for equal sets."""
-        pairs = zip(self._catalog.units, self._catalog.attempts, strict=True)
-        text = "".join(f"{unit}.{attempt}\n" for unit, attempt in pairs)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """Digest and units of this set of shards: enough to take the same snapshot again."""
+        units = self._catalog.units()
+        attempts = self._catalog.attempt.tobytes().hex()
+        digest = hashlib.sha256(("\n".join(map(str, units)) + attempts).encode()).hexdigest()
+        return f"{digest[:16]}:{format_units(units)}"
 
     @property
     def num_shards(self) -> int:
         """Committed shards."""
-        return len(self._catalog.units)
+        return len(self._catalog)
 
     @property
     def num_sequences(self) -> int:
@@ -171,17 +212,23 @@ class Snapshot:
         """The id of a sequence."""
         end = int(self._id_ends[index])
         start = end - int(self._catalog.id_bytes[index])
-        return self._catalog.id_text[start:end].decode()
+        return self._catalog.id_text[start:end].tobytes().decode()
 
     def index_of(self, sequence_id: str) -> int:
         """The index of a sequence; StoreError if the snapshot does not hold it."""
-        if sequence_id not in self._index_of:
-            raise StoreError(f"{self.store.files} holds no committed sequence {sequence_id!r}")
-        return self._index_of[sequence_id]
+        wanted = hash_id(sequence_id)
+        hashes = self._catalog.id_hash
+        place = int(np.searchsorted(hashes, np.uint64(wanted), sorter=self._by_hash))
+        for index in self._by_hash[place:].tolist():
+            if int(hashes[index]) != wanted:
+                break
+            if self.sequence_id(index) == sequence_id:
+                return int(index)
+        raise StoreError(f"{self.store.files} holds no committed sequence {sequence_id!r}")
 
     @cached_property
-    def _index_of(self) -> dict[str, int]:
-        return {self.sequence_id(index): index for index in range(self.num_sequences)}
+    def _by_hash(self) -> Int64[np.ndarray, " sequences"]:
+        return np.argsort(self._catalog.id_hash, kind="stable")
 
     def read_tokens(
         self, index: int
@@ -191,7 +238,12 @@ class Snapshot:
         return shard.read_tokens(place)
 
     def read(
-        self, index: int, *, layers: Sequence[str], tokens: slice = slice(None)
+        self,
+        index: int,
+        *,
+        layers: Sequence[str],
+        tokens: slice = slice(None),
+        out: Destinations | None = None,
     ) -> SequenceStates:
         """A sequence with the states of some layers, every byte verified.
 
@@ -199,133 +251,33 @@ class Snapshot:
             index: of the sequence in this snapshot.
             layers: names of stored layers, any subset.
             tokens: positions to read, step 1.
+            out: memory to read the states into, by layer name: contiguous [tokens, width] of the
+                stored dtype. None takes reused memory, which returns to the snapshot by itself
+                when no array looks at it any more.
+
+        Raises:
+            DamagedShardError: data is missing, short or fails its checksum; names the shard.
+            StoreError: the shard lacks a layer.
         """
-        shard, place = self._locate(index)
         start, stop, step = tokens.indices(int(self.num_tokens[index]))
         if step != 1:
             raise ValueError(f"token ranges have step 1, got {step}")
+        stop = max(start, stop)
+        shard, place = self._locate(index)
         token_ids, loss_mask = shard.read_tokens(place)
         return SequenceStates(
             sequence_id=self.sequence_id(index),
             token_ids=token_ids[start:stop],
             loss_mask=loss_mask[start:stop],
             greedy=bool(self.greedy[index]),
-            states=shard.read_states(place, layers, start, max(start, stop)),
+            states=shard.read_states(place, layers, start, stop, out),
         )
 
-    def _locate(self, index: int) -> tuple["ShardReader", int]:
+    def unit_of_shard(self, shard: int) -> UnitId:
+        """The unit that a shard index stands for."""
+        return self._catalog.unit(shard)
+
+    def _locate(self, index: int) -> tuple[ShardReader, int]:
         shard = int(self.shard_index[index])
-        reader = self._shards.get(self._catalog, shard)
+        reader = self._shards.get(self._catalog.unit(shard))
         return reader, index - int(self._first_sequence[shard])
-
-
-class _OpenShards:
-    """The shards used last, kept open; oldest closed first."""
-
-    def __init__(self, files: Files):
-        self._files = files
-        self._lock = threading.Lock()
-        self._open: OrderedDict[int, ShardReader] = OrderedDict()
-
-    def get(self, catalog: Catalog, shard: int) -> "ShardReader":
-        with self._lock:
-            reader = self._open.get(shard)
-            if reader is None:
-                unit = catalog.units[shard]
-                reader = ShardReader(self._files, read_commit(self._files, unit))
-                self._open[shard] = reader
-            self._open.move_to_end(shard)
-            if len(self._open) > OPEN_SHARDS:
-                self._open.popitem(last=False)
-            return reader
-
-
-class ShardReader:
-    """One committed shard, its files opened when first read."""
-
-    def __init__(self, files: Files, commit: CommitRecord):
-        self._files = files
-        self.commit = commit
-        lengths = np.array(commit.num_tokens, dtype=np.int64)
-        self._first_token = np.cumsum(lengths) - lengths
-        blocks = -(-lengths // CHUNK_TOKENS)
-        self._first_block = np.cumsum(blocks) - blocks
-        self._readers: dict[str, RangeReader] = {}
-
-    def read_tokens(
-        self, place: int
-    ) -> tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]:
-        """Token ids and loss mask of the sequence at a place of this shard."""
-        count = self.commit.num_tokens[place]
-        packed = bytearray(count * TOKEN_BYTES)
-        path = layout.tokens(self.commit.attempt_dir)
-        self._fill(path, int(self._first_token[place]) * TOKEN_BYTES, packed, "tokens", place)
-        if crc32c(packed) != self.commit.tokens_checksums[place]:
-            raise self._damaged("tokens", place, "its checksum does not match")
-        token_ids = np.frombuffer(packed, dtype="<i4", count=count)
-        return token_ids, np.frombuffer(packed, dtype=np.bool_, offset=4 * count)
-
-    def read_states(
-        self, place: int, layers: Sequence[str], start: int, stop: int
-    ) -> dict[str, EncodedStates]:
-        """Encoded states of positions start..stop-1 by layer."""
-        missing = [name for name in layers if name not in self.commit.layers]
-        if missing:
-            raise StoreError(
-                f"shard {self.commit.unit} of {self._files} lacks layers {missing}; "
-                f"it has {list(self.commit.layers)}"
-            )
-        scales = None
-        if self.commit.scales is not None and set(layers) & set(self.commit.scale_columns):
-            path = layout.scales(self.commit.attempt_dir)
-            scales = self._read_array(path, self.commit.scales, "scales", place, start, stop)
-        states = {}
-        for name in layers:
-            path = layout.array(self.commit.attempt_dir, name)
-            data = self._read_array(path, self.commit.layers[name], name, place, start, stop)
-            states[name] = EncodedStates(data=data, scales=self._column(scales, name))
-        return states
-
-    def _column(
-        self, scales: Float32[np.ndarray, "tokens layers"] | None, name: str
-    ) -> Float32[np.ndarray, " tokens"] | None:
-        if scales is None or name not in self.commit.scale_columns:
-            return None
-        return np.ascontiguousarray(scales[:, self.commit.scale_columns.index(name)])
-
-    def _read_array(
-        self, path: str, array: ArrayRecord, name: str, place: int, start: int, stop: int
-    ) -> np.ndarray:
-        """Rows start..stop-1 of a sequence, read and verified in whole checksum blocks."""
-        first = start // CHUNK_TOKENS
-        last = -(-stop // CHUNK_TOKENS)
-        low = first * CHUNK_TOKENS
-        high = min(last * CHUNK_TOKENS, self.commit.num_tokens[place])
-        rows = np.empty((max(0, high - low), array.width), dtype=array.dtype)
-        data = memoryview(rows).cast("B") if rows.size else memoryview(b"")
-        offset = (int(self._first_token[place]) + low) * array.row_bytes
-        self._fill(layout.array_data(path), offset, data, name, place)
-        block = int(self._first_block[place]) + first
-        checksums = array.checksums[block : block + max(0, last - first)]
-        damaged = first_damaged_block(data, array.row_bytes, checksums)
-        if damaged is not None:
-            chunk = (int(self._first_token[place]) + low) // CHUNK_TOKENS + damaged
-            raise self._damaged(name, place, f"checksum of chunk {chunk} does not match")
-        return rows[start - low : stop - low]
-
-    def _fill(
-        self, path: str, offset: int, data: bytearray | memoryview, name: str, place: int
-    ) -> None:
-        try:
-            reader = self._readers.get(path)
-            if reader is None:
-                reader = self._readers[path] = self._files.range_reader(path)
-            reader.read_into(offset, [memoryview(data)])
-        except (FileNotFoundError, DamagedShardError) as error:
-            raise self._damaged(name, place, str(error)) from error
-
-    def _damaged(self, name: str, place: int, why: str) -> DamagedShardError:
-        return DamagedShardError(
-            f"shard {self.commit.unit} of {self._files} is damaged: layer {name}, sequence "
-            f"{self.commit.sequence_ids[place]!r}: {why}; run `store verify`, then `store repair`"
-        )

@@ -112,6 +112,28 @@ class UnitId:
         return cls(int(generation), int(index))
 
 
+def format_units(units: Iterable[UnitId]) -> str:
+    """Units as text, runs joined: `0.0-35,0.37,1.0-3`."""
+    runs: list[list[int]] = []
+    for unit in sorted(units):
+        if runs and [unit.generation, unit.index - 1] == [runs[-1][0], runs[-1][2]]:
+            runs[-1][2] = unit.index
+        else:
+            runs.append([unit.generation, unit.index, unit.index])
+    return ",".join(f"{g}.{a}" if a == b else f"{g}.{a}-{b}" for g, a, b in runs)
+
+
+def parse_units(text: str) -> set[UnitId]:
+    """The units that `format_units` wrote."""
+    units: set[UnitId] = set()
+    for run in filter(None, text.split(",")):
+        generation, _, indices = run.partition(".")
+        first, _, last = indices.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        units.update(UnitId(int(generation), number) for number in numbers)
+    return units
+
+
 def hash_id(sequence_id: str) -> int:
     """First 8 bytes of the id's SHA-256, little-endian: splits, look-ups and digests use it."""
     return int.from_bytes(hashlib.sha256(sequence_id.encode()).digest()[:8], "little")

@@ -14,14 +14,14 @@ from storage.arrays import ArrayWriter
 from storage.commits import CommitRecord, committed_units, read_commit, tombstoned_units
 from storage.encodings import EncodedStates, encoding_named
 from storage.errors import StoreError, StoreNotFoundError
-from storage.files import Files, LocalFiles
+from storage.files import AppendStream, Files, LocalFiles
+from storage.plan import create_generation, read_generation
 from storage.records import create_record, read_record
 from storage.schema import (
     LayerRecord,
     StoreIdentity,
     UnitId,
     check_same_identity,
-    unit_index,
 )
 
 
@@ -86,8 +86,9 @@ class WritableStore:
     def __init__(self, files: Files, identity: StoreIdentity):
         self.files = files
         self.identity = identity
+        self._generations: list[dict[UnitId, list[str]]] = []
         self._unit_of: dict[str, UnitId] = {}
-        self._num_generations = 0
+        self._dead: set[UnitId] = set()
 
     @property
     def layers(self) -> dict[str, LayerRecord]:
@@ -129,38 +130,49 @@ class WritableStore:
         if num_units < 1:
             raise ValueError(f"num_units must be at least 1, got {num_units}")
         while True:
-            planned = self._planned()
-            new = sorted(set(sequence_ids) - planned.keys())
+            new = sorted(set(sequence_ids) - self._planned().keys())
             if not new:
                 return 0
-            plan = {"num_units": num_units, "sequence_ids": new}
-            if create_record(self.files, layout.generation(self._num_generations), plan):
+            number = len(self._generations)
+            if create_generation(self.files, number, new, num_units=num_units):
                 return len(new)
 
     def _planned(self) -> dict[str, UnitId]:
-        """Unit by id over all generations, the newest plan of an id winning."""
-        for number in range(self._num_generations, len(self.files.names(layout.GENERATIONS))):
-            plan = read_record(self.files, layout.generation(number))
-            for sequence_id in plan["sequence_ids"]:
-                index = unit_index(sequence_id, generation=number, num_units=plan["num_units"])
-                self._unit_of[sequence_id] = UnitId(number, index)
-            self._num_generations = number + 1
-        dead = tombstoned_units(self.files)
-        if not dead:
-            return self._unit_of
-        return {name: unit for name, unit in self._unit_of.items() if unit not in dead}
+        """Unit by id over all generations, dead units left out."""
+        self._read_new_generations()
+        dead = tombstoned_units(self.files) - self._dead
+        for unit in dead:
+            for sequence_id in self._generations[unit.generation].pop(unit, []):
+                if self._unit_of[sequence_id] == unit:
+                    del self._unit_of[sequence_id]
+        self._dead |= dead
+        return self._unit_of
+
+    def _read_new_generations(self) -> None:
+        for number in range(len(self._generations), len(self.files.names(layout.GENERATIONS))):
+            units = read_generation(self.files, number)
+            self._generations.append(units)
+            for unit, ids in units.items():
+                self._unit_of.update(dict.fromkeys(ids, unit))
 
     def units(self) -> list[UnitId]:
-        """All planned units that hold a sequence, in order."""
-        return sorted(set(self._planned().values()))
+        """All planned units that hold a sequence, in order; tombstoned ones are left out."""
+        self._planned()
+        return sorted(unit for units in self._generations for unit in units)
 
     def unit_of(self, sequence_id: str) -> UnitId | None:
         """The unit a sequence is planned in; None if it is not."""
         return self._planned().get(sequence_id)
 
     def sequences_of(self, unit: UnitId) -> list[str]:
-        """Sorted ids planned in a unit."""
-        return sorted(name for name, planned in self._planned().items() if planned == unit)
+        """Sorted ids planned in a unit; ValueError if there is no such unit."""
+        self._planned()
+        if unit.generation >= len(self._generations):
+            raise ValueError(f"{self.files} has no generation {unit.generation}")
+        ids = self._generations[unit.generation].get(unit)
+        if ids is None:
+            raise ValueError(f"unit {unit} is not planned in {self.files}")
+        return list(ids)
 
     def is_committed(self, unit: UnitId) -> bool:
         """Whether the unit has a commit record now."""
@@ -191,8 +203,6 @@ class ShardWriter:
         planned_ids: Sequence[str],
         layers: Mapping[str, LayerRecord],
     ):
-        if not planned_ids:
-            raise ValueError(f"unit {unit} is not planned in {files}")
         self.unit = unit
         self.num_tokens = 0
         self.num_bytes = 0
@@ -204,32 +214,39 @@ class ShardWriter:
         self._sequences: dict[str, tuple[int, int, bool, int]] = {}
         self._skipped: dict[str, str] = {}
         self._sealed = False
-        self._open_streams()
+        self._streams: list[ArrayWriter | AppendStream] = []
+        try:
+            self._open_streams()
+        except BaseException:
+            self.drop()
+            raise
 
     def _open_streams(self) -> None:
-        self._arrays: dict[str, ArrayWriter] = {}
         self._tokens = self._files.append_stream(layout.tokens(self._dir))
-        self._scale_columns = []
-        for name, record in self._layers.items():
-            entry = encoding_named(record.encoding)
-            self._arrays[name] = ArrayWriter(
-                self._files,
+        self._streams.append(self._tokens)
+        self._arrays = {
+            name: self._start_array(
                 layout.array(self._dir, name),
-                dtype=entry.dtype,
-                width=entry.width(record.hidden_size),
+                dtype=encoding_named(record.encoding).dtype,
+                width=encoding_named(record.encoding).width(record.hidden_size),
             )
-            if entry.has_scales:
-                self._scale_columns.append(name)
-        self._scales = (
-            ArrayWriter(
-                self._files,
-                layout.scales(self._dir),
-                dtype="float32",
-                width=len(self._scale_columns),
+            for name, record in self._layers.items()
+        }
+        self._scale_columns = [
+            name
+            for name, record in self._layers.items()
+            if encoding_named(record.encoding).has_scales
+        ]
+        self._scales: ArrayWriter | None = None
+        if self._scale_columns:
+            self._scales = self._start_array(
+                layout.scales(self._dir), dtype="float32", width=len(self._scale_columns)
             )
-            if self._scale_columns
-            else None
-        )
+
+    def _start_array(self, array_dir: str, *, dtype: str, width: int) -> ArrayWriter:
+        array = ArrayWriter(self._files, array_dir, dtype=dtype, width=width)
+        self._streams.append(array)
+        return array
 
     def append(
         self,
@@ -341,9 +358,8 @@ class ShardWriter:
 
     def drop(self) -> None:
         """Removes the attempt's files, unless the commit record names this attempt."""
-        for stream in (self._tokens, self._scales, *self._arrays.values()):
-            if stream is not None:
-                stream.abandon()
+        for stream in self._streams:
+            stream.abandon()
         # An error can strike between the commit and its return (a failing flush, Ctrl-C).
         try:
             if read_commit(self._files, self.unit).attempt == self._attempt:

@@ -1,0 +1,63 @@
+"""Memory that is reused once nobody looks at it: fresh pages cost more than the read itself."""
+
+import threading
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+MAX_FREE_BYTES = 256 * 2**20
+"""Unused memory a pool keeps for later reads, in bytes."""
+
+_GRAIN_BYTES = 2**16
+
+
+class _Lease:
+    """Owner of a borrowed buffer: numpy views keep it alive, its end gives the memory back."""
+
+    def __init__(self, pool: "BufferPool", memory: UInt8[np.ndarray, " bytes"], num_bytes: int):
+        self._pool, self._memory = pool, memory
+        self.__array_interface__: dict[str, Any] = {
+            **memory.__array_interface__,
+            "shape": (num_bytes,),
+        }
+
+    def __del__(self) -> None:
+        self._pool.give_back(self._memory)
+
+
+class BufferPool:
+    """Hands out uint8 arrays; each returns by itself when its last view is gone. Thread-safe."""
+
+    def __init__(self, *, max_free_bytes: int = MAX_FREE_BYTES):
+        self._max_free_bytes = max_free_bytes
+        # Re-entrant, for a lease can end at any allocation, also of a thread holding the lock.
+        self._lock = threading.RLock()
+        self._free: dict[int, list[UInt8[np.ndarray, " bytes"]]] = {}
+        self._free_bytes = 0
+
+    def take(self, num_bytes: int) -> UInt8[np.ndarray, " bytes"]:
+        """An array of `num_bytes` with unspecified contents."""
+        size = size_class(num_bytes)
+        with self._lock:
+            free = self._free.get(size)
+            memory = free.pop() if free else None
+            self._free_bytes -= 0 if memory is None else size
+        if memory is None:
+            memory = np.empty(size, dtype=np.uint8)
+        return np.asarray(_Lease(self, memory, num_bytes))
+
+    def give_back(self, memory: UInt8[np.ndarray, " bytes"]) -> None:
+        """Keeps a buffer for later; beyond `max_free_bytes` all kept ones are let go."""
+        with self._lock:
+            if self._free_bytes + memory.nbytes > self._max_free_bytes:
+                self._free.clear()
+                self._free_bytes = 0
+            self._free.setdefault(memory.nbytes, []).append(memory)
+            self._free_bytes += memory.nbytes
+
+
+def size_class(num_bytes: int) -> int:
+    """The buffer size that serves a request: eight sizes per doubling, at least 64 KiB."""
+    step = max(_GRAIN_BYTES, 1 << max(0, num_bytes.bit_length() - 4))
+    return max(1, -(-num_bytes // step)) * step
