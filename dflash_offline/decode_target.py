@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_offline.caches import DecodingCache, attention_masks, unsupported_kinds
+from stage1_extract.target_transformers import find_decoder
 
 # Largest relative difference between a cached pass and a plain one that rounding explains.
 _PARITY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -177,7 +178,7 @@ class capture:  # noqa: N801  # a context manager, used like a function
     """Collect the outputs of some decoder layers during a forward pass, by layer id."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
-        self.layers = decoder_layers(model)
+        self.layers: Any = find_decoder(model).layers
         self.layer_ids = layer_ids
         self.handles: list[Any] = []
 
@@ -196,17 +197,6 @@ class capture:  # noqa: N801  # a context manager, used like a function
     def __exit__(self, *exception: object) -> None:
         for handle in self.handles:
             handle.remove()
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Give the target's decoder layers."""
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{type(model).__name__} has no list of decoder layers to read states from"
-        )
-    return layers
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What a verification pass accepts: greedy matching, rejection sampling, clipping at stops."""
+"""What sampling accepts and gains: distributions, rejection sampling, clipping at stops."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,21 +33,6 @@ def draw(
     """Draw one token of each row's distribution."""
     flat = probabilities.reshape(-1, probabilities.shape[-1])
     return torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
-
-
-def accept_greedy(
-    drafted: Int[Tensor, "batch drafted"],
-    chosen: Int[Tensor, "batch queries"],
-    num_drafted: Int[Tensor, "batch"],
-) -> Int[Tensor, "batch"]:
-    """Count the drafted tokens that equal the target's own choices, up to the first that differs.
-
-    `chosen[:, k]` is the target's argmax after offset k of the block: it judges the token drafted
-    for offset k + 1. Only the first `num_drafted` tokens of a row count.
-    """
-    offsets = torch.arange(drafted.shape[1], device=drafted.device)
-    matches = (drafted == chosen[:, : drafted.shape[1]]) & (offsets < num_drafted[:, None])
-    return matches.long().cumprod(dim=1).sum(dim=1)
 
 
 def accept_sampled(

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dflash_offline.decode_target import TargetDecoder, TargetPass
 from dflash_offline.sampling import (
-    accept_greedy,
     accept_sampled,
     clip_gain,
     draw,
     sampling_probabilities,
 )
+from stage2_train.acceptance import accept_greedy
 from stage2_train.draft import ContextCache, draft_logits, head_of
 from stage2_train.drafter import Drafter
 from stage2_train.target_head import TargetHead

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -42,7 +42,7 @@ class TransformersTarget:
         self.decoder = find_decoder(model)
 
     @classmethod
-    def load(cls, config: TargetConfig, *, device: str = "cpu") -> Self:
+    def load(cls, config: TargetConfig, *, device: str = "cpu") -> "TransformersTarget":
         """Loads weights and tokenizer.
 
         Raises:
