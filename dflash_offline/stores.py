@@ -1,0 +1,81 @@
+"""What the `store` commands print: a store's contents, one sequence, the verdict of a check."""
+
+import json
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from storage.reader import Store, open_store
+from storage.verify import verify_store
+
+SHOWN_PROBLEMS = 50
+
+
+def print_store(store_dir: str) -> None:
+    """Prints identity, layers and counts of a store."""
+    store = open_store(store_dir)
+    snapshot = store.snapshot()
+    console = Console()
+    identity = Table("field", "value", title=f"store {store_dir}", title_justify="left")
+    for field, value in store.identity.to_json().items():
+        identity.add_row(field, value if isinstance(value, str) else json.dumps(value))
+    console.print(identity)
+    layers = Table("layer", "encoding", "hidden size", title="layers", title_justify="left")
+    for name, layer in store.layers.items():
+        layers.add_row(name, layer.encoding, str(layer.hidden_size))
+    console.print(layers)
+    num_tokens = int(snapshot.num_tokens.sum())
+    console.print(
+        f"{snapshot.num_shards} shards, {snapshot.num_sequences:,} sequences "
+        f"({int(snapshot.held_out.sum()):,} held out, {int(snapshot.greedy.sum()):,} answered "
+        f"greedily by the target), {num_tokens:,} tokens, of which "
+        f"{int(snapshot.num_supervised.sum()):,} can be anchors; snapshot {snapshot.id}"
+    )
+
+
+def print_sequence(store_dir: str, *, sequence_id: str) -> None:
+    """Prints a sequence as text, supervised tokens green, and its state norms by layer."""
+    store = open_store(store_dir)
+    snapshot = store.snapshot()
+    index = snapshot.index_of(sequence_id)
+    token_ids, loss_mask = snapshot.read_tokens(index)
+    console = Console()
+    console.print(_coloured(store, token_ids, loss_mask))
+    split = "held out" if snapshot.held_out[index] else "training"
+    console.print(
+        f"[dim]{len(token_ids)} tokens, {int(loss_mask.sum())} supervised (green), {split} split[/]"
+    )
+    states = store.sequence(sequence_id).hidden_states(layers=list(store.layers))
+    norms = np.linalg.norm(states, axis=-1)
+    for column, name in enumerate(store.layers):
+        row = norms[:, column]
+        console.print(f"layer {name}: state norm median {np.median(row):.1f}, max {row.max():.1f}")
+
+
+def print_verification(store_dir: str, *, full: bool) -> int:
+    """Checks a store and prints every problem; returns the exit code, 1 for a damaged store."""
+    console = Console()
+    with console.status("checking"):
+        report = verify_store(store_dir, full=full)
+    for problem in report.problems[:SHOWN_PROBLEMS]:
+        console.print(f"[red]damaged[/] {problem}", highlight=False)
+    if len(report.problems) > SHOWN_PROBLEMS:
+        console.print(f"... and {len(report.problems) - SHOWN_PROBLEMS} more")
+    depth = "every chunk" if full else "commit records and file sizes (--full reads every chunk)"
+    verdict = f"{len(report.problems)} problems" if report.problems else "whole"
+    console.print(f"{store_dir}: {verdict}; checked {depth}")
+    return 1 if report.problems else 0
+
+
+def _coloured(store: Store, token_ids: np.ndarray, loss_mask: np.ndarray) -> Text:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(store.head_bytes("tokenizer/tokenizer.json"))
+    text = Text()
+    edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1
+    for run in np.split(np.arange(len(token_ids)), edges):
+        piece = tokenizer.decode(token_ids[run].tolist(), skip_special_tokens=False)
+        text.append(piece, style="green" if loss_mask[run[0]] else "dim")
+    return text
