@@ -86,6 +86,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def read_architecture(checkpoint: Path) -> DrafterArchitecture:
+    """Reads the shape of the drafter in a checkpoint or an export folder."""
+    return DrafterArchitecture.from_config(
+        json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    )
+
+
 def load_tensors(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Reads the master weights and the optimizer state of a checkpoint."""
     return load_file(checkpoint / MODEL), load_file(checkpoint / OPTIMIZER)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,20 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Copies to a device, without waiting where the source is pinned."""
-        return PackedBatch(**{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
+        moved: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device, non_blocking=True)
+        moved["layers"] = tuple(layer.to(device) for layer in self.layers)
+        return PackedBatch(**moved)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tells the allocator that a stream uses this batch, made on another one."""
+        tensors = [getattr(self, f.name) for f in fields(self)]
+        tensors += [part for layer in self.layers for part in (layer.data, layer.scales)]
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(stream)
 
 
 def supervision_of(sequence: SequenceStates, window: Window) -> Supervision:
@@ -81,6 +95,7 @@ def collate(
     seed: int,
     epoch: int,
     stop_at_unsupervised: bool = False,
+    pin_memory: bool = False,
 ) -> PackedBatch:
     """Packs the windows of one batch end to end, pads the end, and makes its blocks.
 
@@ -95,6 +110,7 @@ def collate(
         seed: seed of the run.
         epoch: pass over the data.
         stop_at_unsupervised: see `blocks.label_blocks`.
+        pin_memory: whether the states lie in memory that a GPU copies from by itself.
     """
     blocks = make_blocks(
         [supervision_of(s, w) for s, w in zip(sequences, windows, strict=True)],
@@ -110,7 +126,11 @@ def collate(
     return batch_of(
         blocks,
         layers=tuple(
-            pack_layer([sequence.states[name] for sequence in sequences], num_tokens=batch_tokens)
+            pack_layer(
+                [sequence.states[name] for sequence in sequences],
+                num_tokens=batch_tokens,
+                pin_memory=pin_memory,
+            )
             for name in layer_names
         ),
         positions=positions,
@@ -148,26 +168,29 @@ def batch_of(
     )
 
 
-def pack_layer(parts: Sequence[EncodedStates], *, num_tokens: int) -> EncodedLayer:
+def pack_layer(
+    parts: Sequence[EncodedStates], *, num_tokens: int, pin_memory: bool = False
+) -> EncodedLayer:
     """Lays one layer's sequences end to end in a buffer of `num_tokens`; the rest is zero."""
-    first = parts[0]
-    data = np.zeros((num_tokens, first.data.shape[1]), first.data.dtype)
-    scales = None if first.scales is None else np.zeros(num_tokens, np.float32)
-    start = 0
-    for part in parts:
-        stop = start + len(part.data)
-        data[start:stop] = part.data
-        if scales is not None and part.scales is not None:
-            scales[start:stop] = part.scales
-        start = stop
     return EncodedLayer(
-        data=torch.from_numpy(data), scales=None if scales is None else torch.from_numpy(scales)
+        data=_laid_end_to_end([part.data for part in parts], num_tokens, pin_memory=pin_memory),
+        scales=None
+        if parts[0].scales is None
+        else _laid_end_to_end(
+            [part.scales for part in parts if part.scales is not None],
+            num_tokens,
+            pin_memory=pin_memory,
+        ),
     )
 
 
-def _moved(value: object, device: torch.device) -> object:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple):
-        return tuple(layer.to(device) for layer in value)
-    return value
+def _laid_end_to_end(arrays: Sequence[np.ndarray], num_tokens: int, *, pin_memory: bool) -> Tensor:
+    dtype = torch.from_numpy(arrays[0][:0]).dtype
+    packed = torch.empty((num_tokens, *arrays[0].shape[1:]), dtype=dtype, pin_memory=pin_memory)
+    view = packed.numpy()
+    start = 0
+    for array in arrays:
+        view[start : start + len(array)] = array
+        start += len(array)
+    view[start:] = 0
+    return packed

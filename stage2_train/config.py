@@ -53,8 +53,9 @@ class TrainConfig(Settings):
     """Token budget of one packed batch; its shape never changes."""
     num_anchors: int = Field(default=512, ge=1)
     """Blocks trained in one batch, shared out over its sequences."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Arithmetic type of the drafter; master weights are fp32 always."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Arithmetic type of the drafter; None takes bfloat16 where the device has fast bf16 matrix
+    products (GPUs, CPUs with AMX or AVX512-BF16). Master weights are fp32 always."""
     attention: Literal["sdpa", "flex"] | None = None
     """Attention path: `sdpa` the plain reference, `flex` compiled on a GPU; None chooses."""
     torch_threads: int = Field(default=1, ge=1)

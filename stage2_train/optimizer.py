@@ -25,14 +25,25 @@ class MasterAdamW:
     Where the drafter itself is fp32 its parameters are the master weights.
     """
 
-    def __init__(self, drafter: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        drafter: nn.Module,
+        config: OptimizerConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Takes fp32 masters of the drafter's weights, then moves it to its device and type."""
         self.config = config
+        masters = [p.detach().to(device, torch.float32) for p in drafter.parameters()]
+        drafter.to(device, dtype)
         self.names = [name for name, _ in drafter.named_parameters()]
         self.parameters = list(drafter.parameters())
-        self.masters = [
-            parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.float())
-            for parameter in self.parameters
-        ]
+        self.masters = (
+            self.parameters
+            if dtype == torch.float32
+            else [nn.Parameter(master) for master in masters]
+        )
         decayed = [master for master in self.masters if master.dim() > 1]
         others = [master for master in self.masters if master.dim() <= 1]
         self.adamw = torch.optim.AdamW(

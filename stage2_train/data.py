@@ -1,0 +1,204 @@
+"""The trainer's way from the store to the device: what an epoch trains, read ahead, packed, copied.
+
+What is trained, and in which order, is a pure function of (seed, epoch, snapshot); only the reading
+is concurrent.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float32
+
+from stage2_train.architecture import DrafterArchitecture
+from stage2_train.batches import Window, draw_window, pack
+from stage2_train.blocks import offset_weights
+from stage2_train.collate import PackedBatch, collate
+from stage2_train.config import DrafterRun, TrainConfig
+from storage.order import epoch_order
+from storage.reader import Snapshot, Store, open_store
+from storage.schema import layer_name
+from storage.stream import read_ahead
+from storage.writer import open_for_writing
+
+READ_THREADS = 4
+POLL_S = 5.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchMaker:
+    """Everything that turns windows of a snapshot into packed batches; the same all run long."""
+
+    layer_names: tuple[str, ...]
+    batch_tokens: int
+    num_anchors: int
+    weight_of_offset: Float32[np.ndarray, "block_size"]
+    mask_token_id: int
+    seed: int
+    stop_at_unsupervised: bool
+    read_ahead_bytes: int
+    device: torch.device
+
+    def batches(
+        self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], *, epoch: int
+    ) -> Iterator[PackedBatch]:
+        """Yields the planned batches in order, on the device, while later ones are read."""
+        on_host = self._on_host(snapshot, planned, epoch=epoch)
+        if self.device.type != "cuda":
+            return on_host
+        return _copied_ahead(_made_ahead(on_host), self.device)
+
+    def _on_host(
+        self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], *, epoch: int
+    ) -> Iterator[PackedBatch]:
+        items = ([(w.sequence_index, slice(w.start, w.stop)) for w in batch] for batch in planned)
+        reading = read_ahead(
+            snapshot,
+            items,
+            layers=self.layer_names,
+            read_ahead_bytes=self.read_ahead_bytes,
+            num_threads=READ_THREADS,
+        )
+        with closing(reading):  # type: ignore[type-var]
+            for windows, sequences in zip(planned, reading, strict=True):
+                yield collate(
+                    sequences,
+                    windows,
+                    layer_names=self.layer_names,
+                    batch_tokens=self.batch_tokens,
+                    num_anchors=self.num_anchors,
+                    weight_of_offset=self.weight_of_offset,
+                    mask_token_id=self.mask_token_id,
+                    seed=self.seed,
+                    epoch=epoch,
+                    stop_at_unsupervised=self.stop_at_unsupervised,
+                    pin_memory=self.device.type == "cuda",
+                )
+
+
+def make_batch_maker(
+    train: TrainConfig, architecture: DrafterArchitecture, device: torch.device
+) -> BatchMaker:
+    """Gathers what batches depend on from the settings."""
+    return BatchMaker(
+        layer_names=tuple(layer_name(i) for i in architecture.target_layer_ids),
+        batch_tokens=train.batch_tokens,
+        num_anchors=train.num_anchors,
+        weight_of_offset=offset_weights(
+            architecture.block_size, gamma=train.loss.gamma, min_weight=train.loss.min_weight
+        ),
+        mask_token_id=architecture.mask_token_id,
+        seed=train.seed,
+        stop_at_unsupervised=train.loss.stop_at_unsupervised,
+        read_ahead_bytes=train.read_ahead_bytes,
+        device=device,
+    )
+
+
+def plan_epoch(
+    snapshot: Snapshot, *, seed: int, epoch: int, batch_tokens: int
+) -> list[list[Window]]:
+    """Gives the batches of an epoch: every training sequence in one of them exactly.
+
+    Raises:
+        ValueError: the snapshot has nothing to train on.
+    """
+    include = trainable(snapshot)
+    if not include.any():
+        raise ValueError(
+            f"none of the {snapshot.num_sequences} sequences in the store can be trained on: "
+            f"{int(snapshot.held_out.sum())} are held out, "
+            f"{int((snapshot.num_supervised == 0).sum())} have no two supervised tokens in a row; "
+            "look at a loss mask with `store info --sequence ID`"
+        )
+    order = epoch_order(snapshot, seed=seed, epoch=epoch, include=include)
+    windows = (
+        draw_window(
+            int(index),
+            int(snapshot.num_tokens[index]),
+            batch_tokens=batch_tokens,
+            seed=seed,
+            epoch=epoch,
+            sequence_id=snapshot.sequence_id,
+        )
+        for index in order
+    )
+    return list(pack(windows, batch_tokens=batch_tokens))
+
+
+def trainable(snapshot: Snapshot) -> Bool[np.ndarray, "sequences"]:
+    """Says which sequences are trained: not held out, and with an anchor to draw."""
+    return ~snapshot.held_out & (snapshot.num_supervised > 0)
+
+
+def wait_for_store(
+    run: DrafterRun,
+    *,
+    is_stopped: Callable[[], bool],
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Store | None:
+    """Opens the store once enough shards are committed; None if stopped while waiting.
+
+    A store whose whole plan is committed is enough, however few its shards.
+    """
+    store = open_store(run.store_dir)
+    is_said = False
+    while store.snapshot().num_shards < run.train.start_after_shards:
+        if is_complete(run.store_dir):
+            break
+        if not is_said:
+            say(f"waiting for {run.train.start_after_shards} shards in {run.store_dir}")
+            is_said = True
+        if is_stopped():
+            return None
+        sleep(POLL_S)
+    return store
+
+
+def is_complete(store_dir: Path) -> bool:
+    """Says whether every planned unit of the store is committed; an unplanned store is not."""
+    store = open_for_writing(store_dir)
+    planned = set(store.units())
+    return bool(planned) and planned <= store.committed()
+
+
+def _made_ahead(batches: Iterator[T]) -> Iterator[T]:
+    """Makes the next batch in a thread of its own while the current one is used."""
+    with ThreadPoolExecutor(1, thread_name_prefix="collate") as pool:
+        upcoming = pool.submit(next, batches, None)
+        try:
+            while (batch := upcoming.result()) is not None:
+                upcoming = pool.submit(next, batches, None)
+                yield batch
+        finally:
+            upcoming.cancel()
+
+
+def _copied_ahead(batches: Iterator[PackedBatch], device: torch.device) -> Iterator[PackedBatch]:
+    """Copies the next batch to the device on a side stream while the current one is used."""
+    side = torch.cuda.Stream(device)
+    upcoming = _start_copy(batches, device, side)
+    while upcoming is not None:
+        torch.cuda.current_stream(device).wait_stream(side)
+        batch = upcoming
+        batch.record_stream(torch.cuda.current_stream(device))
+        upcoming = _start_copy(batches, device, side)
+        yield batch
+
+
+def _start_copy(
+    batches: Iterator[PackedBatch], device: torch.device, side: torch.cuda.Stream
+) -> PackedBatch | None:
+    batch = next(batches, None)
+    if batch is None:
+        return None
+    with torch.cuda.stream(side):
+        return batch.to(device)

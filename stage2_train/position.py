@@ -1,0 +1,48 @@
+"""Where a training run stands: a few integers, enough to go on exactly as if never stopped."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """The next batch to train, and the snapshot it is drawn from."""
+
+    step: int = 0
+    """Optimizer updates done."""
+    epoch: int = 0
+    batch: int = 0
+    """Place of the next batch in its epoch."""
+    snapshot_id: str | None = None
+    """Snapshot of the store that the epoch is drawn from; None before the first epoch."""
+
+    def after_step(self) -> "Position":
+        """Gives the position one batch later."""
+        return replace(self, step=self.step + 1, batch=self.batch + 1)
+
+    def next_epoch(self) -> "Position":
+        """Gives the position at the start of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, batch=0, snapshot_id=None)
+
+    def in_snapshot(self, snapshot_id: str) -> "Position":
+        """Gives the same position, bound to a snapshot."""
+        return replace(self, snapshot_id=snapshot_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """Gives the position as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Position":
+        """Reads what `to_json` gave."""
+        return cls(**value)
+
+
+def total_steps(position: Position, *, num_batches: int, epochs: int, max_steps: int | None) -> int:
+    """Gives the steps of the whole run, if later epochs have as many batches as this one.
+
+    Depends on the epoch, not on the place in it: a resumed run finds the same number.
+    """
+    steps_before = position.step - position.batch
+    steps = steps_before + num_batches * (epochs - position.epoch)
+    return steps if max_steps is None else min(steps, max_steps)

@@ -1,0 +1,106 @@
+"""The arithmetic of one step: a packed batch in, the loss and what it says out."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from stage2_train.attention import block_mask, make_sdpa_attend
+from stage2_train.collate import EncodedLayer, PackedBatch
+from stage2_train.decode import decode_layer
+from stage2_train.drafter import Attend, Drafter, DrafterArchitecture
+from stage2_train.loss import HeadLoss, head_cross_entropy
+from stage2_train.metrics import BlockSums, block_sums
+from stage2_train.target_head import TargetHead
+
+
+def batch_loss(
+    drafter: Drafter,
+    batch: PackedBatch,
+    *,
+    head: TargetHead,
+    encodings: Sequence[str],
+    chunk_rows: int,
+    weight_sum: float | None = None,
+) -> tuple[HeadLoss, BlockSums]:
+    """Drafts every block of a batch and compares with its labels.
+
+    Args:
+        drafter: the drafter, of the type the step computes in.
+        batch: the batch, on the drafter's device.
+        head: the target's head, of the drafter's type and device.
+        encodings: encoding of each of the batch's layers.
+        chunk_rows: rows whose logits exist at once.
+        weight_sum: what the row weights are divided by; None takes the batch's own sum.
+    """
+    architecture = drafter.architecture
+    hidden = draft_blocks(drafter, batch, head=head, encodings=encodings)
+    normaliser = batch.weight_sum if weight_sum is None else weight_sum
+    result = head_cross_entropy(
+        # Offset 0 and labels that do not count are dropped here: the head never sees them.
+        hidden.index_select(0, batch.row_index),
+        batch.row_label,
+        batch.row_weight / max(normaliser, 1e-30),
+        head=head,
+        chunk_rows=chunk_rows,
+    )
+    sums = block_sums(
+        row_loss=result.row_loss,
+        is_correct=result.is_top,
+        row_weight=batch.row_weight,
+        row_index=batch.row_index,
+        num_blocks=len(batch.context_start),
+        block_size=architecture.block_size,
+    )
+    return result, sums
+
+
+def draft_blocks(
+    drafter: Drafter, batch: PackedBatch, *, head: TargetHead, encodings: Sequence[str]
+) -> Float[Tensor, "queries hidden"]:
+    """Gives the drafter's normed hidden state of every block token of a batch."""
+    weight = drafter.fc.weight
+    features = decode_features(
+        batch.layers, encodings, hidden_size=weight.shape[0], dtype=weight.dtype
+    )
+    context = drafter.context_key_values(features[None], batch.positions[None])
+    drafted: Tensor = drafter(
+        head.embed(batch.block_token_ids)[None],
+        batch.block_positions[None],
+        context,
+        reference_attend(batch, drafter.architecture),
+    )
+    return drafted[0]
+
+
+def decode_features(
+    layers: Sequence[EncodedLayer],
+    encodings: Sequence[str],
+    *,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "tokens features"]:
+    """Decodes the layers side by side, as `fc` reads them."""
+    data = layers[0].data
+    features = torch.empty(len(data), len(layers) * hidden_size, dtype=dtype, device=data.device)
+    for layer, encoding, out in zip(
+        layers, encodings, features.split(hidden_size, dim=1), strict=True
+    ):
+        decode_layer(encoding, layer.data, layer.scales, out=out)
+    return features
+
+
+def reference_attend(batch: PackedBatch, architecture: DrafterArchitecture) -> Attend:
+    """Makes plain attention under the batch's block mask, built once for equal rules."""
+    masks = {
+        rule: block_mask(
+            batch.context_start,
+            batch.context_stop,
+            num_context_tokens=len(batch.positions),
+            block_size=architecture.block_size,
+            rule=rule,
+        )
+        for rule in set(architecture.attention_rules)
+    }
+    return make_sdpa_attend([masks[rule] for rule in architecture.attention_rules])
