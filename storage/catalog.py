@@ -5,7 +5,7 @@ commit records, or read from a catalog file plus the records that came after it.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
@@ -166,18 +166,21 @@ def newest_catalog(files: Files) -> tuple[Catalog, int]:
     return _EMPTY, 0
 
 
-def read_catalog(files: Files, known: Catalog | None = None) -> Catalog:
+def read_catalog(
+    files: Files, known: Catalog | None = None, *, without: Set[UnitId] = frozenset()
+) -> Catalog:
     """All commits there are now; writes a catalog file if many are new and it may.
 
     Args:
         files: of the store.
         known: an earlier answer, which saves reading its commits again.
+        without: units whose commit need not be read; their records may be damaged.
     """
     folded, num_complete = newest_catalog(files)
     if num_complete and num_complete == len(files.names(layout.GENERATIONS)):
         return folded
     base = known if known is not None and len(known) > len(folded) else folded
-    new = sorted(committed_units(files) - set(base.units()))
+    new = sorted(committed_units(files) - set(base.units()) - without)
     catalog = select([base, *_read_shards(files, new)]) if new else base
     if len(catalog) - len(folded) >= max(FOLD_COMMITS, len(folded) // 4):
         _fold_if_writable(files, catalog)

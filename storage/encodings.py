@@ -72,7 +72,7 @@ def float32_to_e4m3(values: Float32[np.ndarray, "*shape"]) -> UInt8[np.ndarray, 
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - np.uint32((127 - 7) << 3)
     subnormal = np.rint(magnitude * np.float32(2.0**9)).astype(np.uint32)
     code = np.where(magnitude < np.float32(2.0**-6), subnormal, normal).astype(np.uint8)
-    return np.where(np.signbit(values), code | 128, code).astype(np.uint8)
+    return np.asarray(np.where(np.signbit(values), code | 128, code), dtype=np.uint8)
 
 
 def _e4m3_values() -> Float32[np.ndarray, "256"]:

@@ -5,7 +5,7 @@ import shutil
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from storage.errors import DamagedShardError, explain_os_errors
 from storage.layout import TEMPORARY
@@ -13,6 +13,7 @@ from storage.layout import TEMPORARY
 Buffer = memoryview | bytes | bytearray
 
 
+@runtime_checkable
 class AppendStream(Protocol):
     """A file being written from start to end, under a name that nobody reads yet."""
 
@@ -26,6 +27,7 @@ class AppendStream(Protocol):
         """Closes without any promise; the file is going to be removed."""
 
 
+@runtime_checkable
 class RangeReader(Protocol):
     """A committed file read by byte range, from any thread."""
 
@@ -36,6 +38,7 @@ class RangeReader(Protocol):
         """Gives the file back."""
 
 
+@runtime_checkable
 class Files(Protocol):
     """What a store needs of its medium; paths are relative to the root, with `/`."""
 

@@ -1,11 +1,12 @@
 """Which sequence comes next: a pure function of a few integers and the snapshot."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt64
 
 
+@runtime_checkable
 class Sequences(Protocol):
     """What order needs of a snapshot."""
 

@@ -1,7 +1,7 @@
 """Read any sequence, any token range, any layers of a store; never needs write access."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float32, Int32, Int64
 
 from storage import layout
 from storage.catalog import Catalog, read_catalog, select
-from storage.commits import tombstoned_units
+from storage.commits import read_commit, tombstoned_units
 from storage.encodings import EncodedStates, decode
 from storage.errors import DamagedShardError, StoreError
 from storage.files import Files, LocalFiles
@@ -86,20 +86,25 @@ class Store:
             snapshot_id: `id` of an earlier snapshot of this store; it is given again exactly,
                 whatever was committed or repaired since. None takes all shards of now.
         """
-        catalog = self._catalog = read_catalog(self.files, self._catalog)
-        units = catalog.units()
-        if snapshot_id is None:
-            wanted = set(units) - tombstoned_units(self.files)
-        else:
+        dead = tombstoned_units(self.files)
+        if snapshot_id is not None:
             wanted = parse_units(snapshot_id.partition(":")[2])
-        keep = np.array([unit in wanted for unit in units], dtype=np.bool_)
-        snapshot = Snapshot(self, catalog if keep.all() else select([catalog], keep=keep))
+            catalog = self._committed(without=dead - wanted)
+            catalog = _select_units(catalog, lambda unit: unit in wanted)
+        else:
+            catalog = self._committed(without=dead)
+            catalog = _select_units(catalog, lambda unit: unit not in dead) if dead else catalog
+        snapshot = Snapshot(self, catalog)
         if snapshot_id is not None and snapshot.id != snapshot_id:
             raise StoreError(
                 f"{self.files} does not hold snapshot {snapshot_id}: shards are missing, or the "
                 "store is another one; give the store it was taken from"
             )
         return snapshot
+
+    def _committed(self, *, without: Set[UnitId]) -> Catalog:
+        self._catalog = read_catalog(self.files, self._catalog, without=without)
+        return self._catalog
 
     def sequence(self, sequence_id: str) -> "StoredSequence":
         """One sequence by its id, for looking around."""
@@ -144,6 +149,11 @@ class StoredSequence:
         read = self.snapshot.read(self.index, layers=layers, tokens=tokens)
         decoded = [decode(records[name].encoding, read.states[name]) for name in layers]
         return np.stack(decoded, axis=1)
+
+
+def _select_units(catalog: Catalog, wanted: Callable[[UnitId], bool]) -> Catalog:
+    keep = np.array([wanted(unit) for unit in catalog.units()], dtype=np.bool_)
+    return select([catalog], keep=keep)
 
 
 def head_files(files: Files) -> list[str]:
@@ -272,6 +282,11 @@ class Snapshot:
             greedy=bool(self.greedy[index]),
             states=shard.read_states(place, layers, start, stop, out),
         )
+
+    def skipped(self) -> dict[str, str]:
+        """Reason by id of the sequences that were skipped; reads every commit record."""
+        commits = [read_commit(self.store.files, unit) for unit in self._catalog.units()]
+        return {name: why for commit in commits for name, why in commit.skipped.items()}
 
     def unit_of_shard(self, shard: int) -> UnitId:
         """The unit that a shard index stands for."""

@@ -1,0 +1,85 @@
+"""Mend a store: take damaged shards out so that they are refilled, remove what nobody reads."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from storage import layout
+from storage.commits import committed_units, read_commit
+from storage.files import Files, LocalFiles
+from storage.records import create_record
+from storage.schema import UnitId
+from storage.verify import Problem, damaged_units
+
+
+def bury_damaged(store_dir: str | Path, problems: Iterable[Problem]) -> list[UnitId]:
+    """Gives each damaged shard a tombstone; the next plan refills its sequences.
+
+    Data stays where it is: trainers that hold an older snapshot keep reading what is whole.
+
+    Args:
+        store_dir: the store.
+        problems: of `verify_store`; those that concern no shard are passed over.
+    """
+    files = LocalFiles(store_dir)
+    problems = list(problems)
+    units = sorted(damaged_units(problems))
+    for unit in units:
+        messages = [str(problem) for problem in problems if problem.shard == str(unit)]
+        create_record(files, layout.tombstone(unit), {"unit": str(unit), "problems": messages})
+    return units
+
+
+def collect_garbage(store_dir: str | Path, *, older_than_s: float = 86_400.0) -> list[str]:
+    """Removes attempts that no commit names and unfinished files; returns their paths.
+
+    Args:
+        store_dir: the store.
+        older_than_s: only what was last written so long ago, in seconds. Choose it above the
+            time a worker needs for a unit: younger ones may still be written.
+    """
+    files = LocalFiles(store_dir)
+    before = time.time() - older_than_s
+    garbage = [*_orphaned_attempts(files), *_unfinished_files(files), *_old_catalogs(files)]
+    removed = []
+    for path in garbage:
+        if _last_written(files.root / path) <= before:
+            _remove(files.root / path)
+            removed.append(path)
+    return removed
+
+
+def _orphaned_attempts(files: Files) -> Iterator[str]:
+    committed = committed_units(files)
+    for fan_out in files.names(layout.SHARDS):
+        for name in files.names(f"{layout.SHARDS}/{fan_out}"):
+            unit_text, _, attempt = name.partition(".")
+            unit = UnitId.parse(unit_text)
+            if unit not in committed or read_commit(files, unit).attempt != attempt:
+                yield f"{layout.SHARDS}/{fan_out}/{name}"
+
+
+def _unfinished_files(files: LocalFiles) -> Iterator[str]:
+    for folder, _, names in os.walk(files.root):
+        for name in names:
+            if name.startswith(layout.TEMPORARY):
+                yield os.path.relpath(Path(folder, name), files.root)
+
+
+def _old_catalogs(files: Files) -> Iterator[str]:
+    for name in files.names(layout.CATALOG)[:-1]:
+        yield layout.catalog(name)
+
+
+def _last_written(path: Path) -> float:
+    below = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    return max(entry.stat().st_mtime for entry in (path, *below))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,267 @@
+"""Find damage: every record, every file's size and, if asked, every byte of a store."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crc32c import crc32c
+
+from storage import layout
+from storage.arrays import block_checksums
+from storage.catalog import parse_catalog
+from storage.commits import (
+    TOKEN_BYTES,
+    ArrayRecord,
+    CommitRecord,
+    committed_units,
+    read_commit,
+    tombstoned_units,
+)
+from storage.errors import StoreError
+from storage.files import Files, LocalFiles
+from storage.plan import read_generation
+from storage.reader import head_files, read_head_file
+from storage.records import read_record
+from storage.schema import CHUNK_TOKENS, UnitId
+from storage.writer import read_identity, read_layers
+
+READ_BYTES = 16 * 2**20
+"""Bytes of one read while a file is checked whole."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is not as it was committed."""
+
+    shard: str | None
+    """The unit, as text; None for files of the whole store."""
+    layer: str | None
+    """Layer name, `scales` or `tokens`; None for records."""
+    chunk: int | None
+    """Zarr chunk of the layer's array; None when a whole file is concerned."""
+    sequence_ids: tuple[str, ...]
+    """Sequences hit."""
+    message: str
+
+    def __str__(self) -> str:
+        place = [f"shard {self.shard}"] if self.shard else []
+        place += [f"layer {self.layer}"] if self.layer else []
+        place += [f"chunk {self.chunk}"] if self.chunk is not None else []
+        hit = f" (sequences {', '.join(self.sequence_ids[:5])})" if self.sequence_ids else ""
+        return f"{', '.join([*place, self.message])}{hit}"
+
+
+@dataclass
+class VerifyReport:
+    """What was looked at and what is wrong."""
+
+    num_shards: int = 0
+    num_sequences: int = 0
+    num_bytes: int = 0
+    """Bytes read and checked, or sizes checked when not `full`."""
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify_store(
+    store_dir: str | Path,
+    *,
+    full: bool,
+    progress: Callable[[int, int], None] | None = None,
+    num_threads: int = 4,
+) -> VerifyReport:
+    """Checks a store; writes nothing.
+
+    Tombstoned shards are not looked at. Attempts without a commit are no problem: they are
+    invisible, and `collect_garbage` removes them.
+
+    Args:
+        store_dir: the store.
+        full: also read every byte of shards and catalog files; else records, head and sizes.
+        progress: called with (shards done, shards in all) after each.
+        num_threads: shards checked at once.
+    """
+    files = LocalFiles(store_dir)
+    report = VerifyReport(problems=list(_check_records(files)))
+    planned = _planned(files, report.problems)
+    units = sorted(committed_units(files) - tombstoned_units(files))
+
+    def check(unit: UnitId) -> tuple[CommitRecord | None, list[Problem]]:
+        return _check_shard(files, unit, planned, full)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done, (commit, problems) in enumerate(pool.map(check, units), start=1):
+            report.num_shards += 1
+            report.problems += problems
+            if commit is not None:
+                report.num_sequences += len(commit.sequence_ids)
+                report.num_bytes += sum(size for _, _, size in expected_files(commit))
+            if progress is not None:
+                progress(done, len(units))
+    return report
+
+
+def _check_records(files: Files) -> Iterator[Problem]:
+    """Problems of the files that concern the whole store."""
+    read_identity(files)
+    for path in (*_record_paths(files, layout.LAYERS), *_record_paths(files, layout.TOMBSTONES)):
+        yield from _problems_of(lambda path=path: read_record(files, path))  # type: ignore[misc]
+    yield from _problems_of(lambda: read_layers(files))
+    for name in head_files(files):
+        yield from _problems_of(lambda name=name: read_head_file(files, name))  # type: ignore[misc]
+    committed = committed_units(files)
+    for name in files.names(layout.CATALOG):
+        yield from _check_catalog(files, name, committed)
+
+
+def _record_paths(files: Files, folder: str) -> Iterator[str]:
+    return (f"{folder}/{name}" for name in files.names(folder))
+
+
+def _problems_of(action: Callable[[], object]) -> Iterator[Problem]:
+    try:
+        action()
+    except (StoreError, FileNotFoundError) as error:
+        yield Problem(None, None, None, (), str(error))
+
+
+def _check_catalog(files: Files, name: str, committed: set[UnitId]) -> Iterator[Problem]:
+    place = f"{files}/{layout.catalog(name)}"
+    try:
+        catalog, _ = parse_catalog(files.read(layout.catalog(name)))
+    except StoreError as error:
+        # Readers fall back on the commit records, so nothing is lost.
+        yield Problem(None, None, None, (), f"{place} is damaged: {error}; remove it")
+        return
+    for unit in sorted(set(catalog.units()) - committed):
+        message = f"the commit record is lost, though {place} knows it"
+        yield Problem(str(unit), None, None, (), message)
+
+
+def _planned(files: Files, problems: list[Problem]) -> dict[UnitId, list[str]]:
+    planned: dict[UnitId, list[str]] = {}
+    for number in range(len(files.names(layout.GENERATIONS))):
+        try:
+            planned |= read_generation(files, number)
+        except StoreError as error:
+            problems.append(Problem(None, None, None, (), str(error)))
+    return planned
+
+
+def expected_files(commit: CommitRecord) -> Iterator[tuple[str, str, int]]:
+    """(layer, path, size in bytes) of each data file of a shard."""
+    num_tokens = sum(commit.num_tokens)
+    yield "tokens", layout.tokens(commit.attempt_dir), num_tokens * TOKEN_BYTES
+    for name, array_dir, array in _arrays(commit):
+        yield name, layout.array_data(array_dir), array.file_bytes
+
+
+def _arrays(commit: CommitRecord) -> Iterator[tuple[str, str, ArrayRecord]]:
+    for name, array in commit.layers.items():
+        yield name, layout.array(commit.attempt_dir, name), array
+    if commit.scales is not None:
+        yield "scales", layout.scales(commit.attempt_dir), commit.scales
+
+
+def _check_shard(
+    files: Files, unit: UnitId, planned: dict[UnitId, list[str]], full: bool
+) -> tuple[CommitRecord | None, list[Problem]]:
+    try:
+        commit = read_commit(files, unit)
+    except (StoreError, FileNotFoundError) as error:
+        return None, [Problem(str(unit), None, None, (), f"commit record: {error}")]
+    problems = list(_check_membership(commit, planned.get(unit)))
+    damaged = list(_check_sizes(files, commit))
+    if full:
+        broken = {problem.layer for problem in damaged}
+        whole = {name for name, _, _ in expected_files(commit) if name not in broken}
+        damaged += _check_bytes(files, commit, whole)
+    return commit, [*problems, *damaged]
+
+
+def _check_membership(commit: CommitRecord, planned: list[str] | None) -> Iterator[Problem]:
+    held = sorted([*commit.sequence_ids, *commit.skipped])
+    if planned is not None and held != planned:
+        differing = tuple(sorted(set(held) ^ set(planned)))
+        yield Problem(str(commit.unit), None, None, differing, "sequences differ from the plan")
+
+
+def _check_sizes(files: Files, commit: CommitRecord) -> Iterator[Problem]:
+    for name, path, size in expected_files(commit):
+        try:
+            found = files.size(path)
+        except (FileNotFoundError, NotADirectoryError):
+            message = f"{files}/{path} is missing"
+        else:
+            if found == size:
+                continue
+            message = f"{files}/{path} has {found} bytes, expected {size}"
+        yield Problem(str(commit.unit), name, None, tuple(commit.sequence_ids), message)
+
+
+def _check_bytes(files: Files, commit: CommitRecord, whole: set[str]) -> Iterator[Problem]:
+    """Problems of the contents of those files whose size is right."""
+    if "tokens" in whole:
+        yield from _check_tokens(files, commit)
+    for name, array_dir, array in _arrays(commit):
+        yield from _check_metadata(files, commit, name, array_dir, array)
+        if name in whole:
+            yield from _check_array(files, commit, name, layout.array_data(array_dir), array)
+
+
+def _check_tokens(files: Files, commit: CommitRecord) -> Iterator[Problem]:
+    data = memoryview(files.read(layout.tokens(commit.attempt_dir)))
+    start = 0
+    for place, num_tokens in enumerate(commit.num_tokens):
+        packed = data[start : start + num_tokens * TOKEN_BYTES]
+        start += len(packed)
+        if crc32c(packed) != commit.tokens_checksums[place]:
+            hit = (commit.sequence_ids[place],)
+            yield Problem(str(commit.unit), "tokens", None, hit, "checksum does not match")
+
+
+def _check_metadata(
+    files: Files, commit: CommitRecord, name: str, array_dir: str, array: ArrayRecord
+) -> Iterator[Problem]:
+    path = layout.array_metadata(array_dir)
+    try:
+        if crc32c(files.read(path)) == array.metadata_crc32c:
+            return
+        message = f"{files}/{path} does not match its checksum (other Zarr readers may fail)"
+    except FileNotFoundError:
+        message = f"{files}/{path} is missing (other Zarr readers fail)"
+    yield Problem(str(commit.unit), name, None, (), message)
+
+
+def _check_array(
+    files: Files, commit: CommitRecord, name: str, path: str, array: ArrayRecord
+) -> Iterator[Problem]:
+    reader = files.range_reader(path)
+    memory = bytearray(max([READ_BYTES, *(n * array.row_bytes for n in commit.num_tokens)]))
+    wanted = iter(array.checksums.tolist())
+    token = 0
+    for place, num_tokens in enumerate(commit.num_tokens):
+        data = memoryview(memory)[: num_tokens * array.row_bytes]
+        reader.read_into(token * array.row_bytes, [data])
+        for block, found in enumerate(block_checksums([data], array.row_bytes)):
+            if found != next(wanted):
+                chunk = (token + block * CHUNK_TOKENS) // CHUNK_TOKENS
+                hit = (commit.sequence_ids[place],)
+                yield Problem(str(commit.unit), name, chunk, hit, "checksum does not match")
+        token += num_tokens
+    tail = bytearray(array.file_bytes - token * array.row_bytes)
+    reader.read_into(token * array.row_bytes, [memoryview(tail)])
+    reader.close()
+    if crc32c(tail) != array.tail_crc32c:
+        message = "padding or chunk index does not match its checksum (other Zarr readers may fail)"
+        yield Problem(str(commit.unit), name, None, (), message)
+
+
+def damaged_units(problems: Iterable[Problem]) -> set[UnitId]:
+    """Units whose shard has a problem."""
+    return {UnitId.parse(problem.shard) for problem in problems if problem.shard is not None}

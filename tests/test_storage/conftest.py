@@ -1,0 +1,48 @@
+"""Tiny stores that the storage tests share."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from storage.reader import Snapshot, open_store
+
+FILL_STORE = Path(__file__).with_name("fill_store.py")
+
+
+@pytest.fixture(scope="session")
+def making() -> SimpleNamespace:
+    """The functions of fill_store.py: make_identity, make_sequence, make_store, fill, ..."""
+    return SimpleNamespace(**runpy.run_path(str(FILL_STORE)), path=FILL_STORE)
+
+
+@pytest.fixture
+def store_dir(tmp_path: Path) -> Path:
+    return tmp_path / "a störe with spaces"
+
+
+@pytest.fixture
+def filled_dir(store_dir: Path, making: SimpleNamespace) -> Path:
+    making.fill(making.make_store(store_dir))
+    return store_dir
+
+
+@pytest.fixture
+def snapshot(filled_dir: Path) -> Snapshot:
+    return open_store(filled_dir).snapshot()
+
+
+@pytest.fixture
+def flip_bit() -> Callable[..., Any]:
+    """Flip one bit of a file in place."""
+
+    def flip(path: Path, bit: int) -> None:
+        data = bytearray(path.read_bytes())
+        data[bit // 8] ^= 1 << (bit % 8)
+        path.chmod(0o644)
+        path.write_bytes(data)
+
+    return flip
