@@ -17,6 +17,7 @@ from dflash_offline.config import (
     drafter_run,
     extract_run,
     run_dir_of,
+    store_dir_of,
 )
 from dflash_offline.launch import (
     EXIT_STOPPED_EARLY,
@@ -54,11 +55,12 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
         first=True,
     )
     store = prepare_store(extract_run(config))
-    num_units = len(store.units())
-    num_open = num_units - len(store.committed())
-    if num_open == 0:
-        print(f"nothing to extract: all {num_units} units are committed in {store.store_dir}")
+    units = store.units()
+    open_units = sorted(set(units) - store.committed())
+    if not open_units:
+        print(f"nothing to extract: all {len(units)} units are committed in {store_dir_of(config)}")
         return 0
+    num_sequences = sum(len(store.sequences_of(unit)) for unit in open_units)
     jobs = [
         Job(
             name=f"worker {index}",
@@ -70,7 +72,9 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
         )
         for index in range(len(places))
     ]
-    with ExtractionProgress(run_dir=run_dir, num_workers=len(jobs), num_open=num_open) as progress:
+    with ExtractionProgress(
+        run_dir=run_dir, num_workers=len(jobs), num_sequences=num_sequences
+    ) as progress:
         exit_codes = run_jobs(jobs, places=places, show_line=progress.show_line)
     progress.print_summary()
     return _report(exit_codes, again=f"dflash-offline extract {run_file}")
@@ -130,9 +134,7 @@ def run_evaluation(
     return evaluate(config, drafter_names=drafter_names, folder=folder, watch=watch)
 
 
-def export_drafters(
-    config: RunConfig, *, drafter_names: Sequence[str], layout: str
-) -> list[Path]:
+def export_drafters(config: RunConfig, *, drafter_names: Sequence[str], layout: str) -> list[Path]:
     """Writes each drafter's best checkpoint, else its latest, as a folder engines load.
 
     Raises:

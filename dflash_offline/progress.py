@@ -1,0 +1,161 @@
+"""Extraction's progress: one bar over all workers, read from the metrics they write."""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+REFRESH_S = 0.5
+PLAIN_LINE_S = 10.0
+"""Seconds between lines where the output is no terminal."""
+TAIL_BYTES = 4096
+
+
+@dataclass
+class Totals:
+    """Sums over the workers of one extraction."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    num_units: int = 0
+    num_truncated: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_done(self) -> int:
+        """Sequences that need no more work: stored or skipped."""
+        return self.num_sequences + sum(self.skipped.values())
+
+
+def total(lines: list[dict[str, Any]]) -> Totals:
+    """Adds up the newest metrics line of each worker."""
+    totals = Totals()
+    for line in lines:
+        totals.num_sequences += line["num_sequences"]
+        totals.num_tokens += line["num_tokens"]
+        totals.num_bytes += line["num_bytes"]
+        totals.num_units += line["num_units"]
+        totals.num_truncated += line["num_truncated"]
+        totals.skipped.update(line["skipped"])
+    return totals
+
+
+def newest_line(path: Path, *, since_s: float) -> dict[str, Any] | None:
+    """The last whole line of a metrics file, if it was written since a Unix time."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            whole = file.read().rpartition(b"\n")[0]
+    except FileNotFoundError:
+        return None
+    text = whole.rpartition(b"\n")[2]
+    if not text:
+        return None
+    line: dict[str, Any] = json.loads(text)
+    return line if line["time_s"] >= since_s else None
+
+
+class ExtractionProgress:
+    """A bar over all workers on a terminal, else a line now and then; a context manager."""
+
+    def __init__(self, *, run_dir: Path, num_workers: int, num_sequences: int):
+        self._paths = [
+            run_dir / "extract" / f"worker-{index:05d}.metrics.jsonl"
+            for index in range(num_workers)
+        ]
+        self._num_sequences = num_sequences
+        self._start_s = time.time()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._refresh, daemon=True)
+        self._console = Console(file=sys.stderr)
+        self._bar = Progress(
+            TextColumn("extracting"),
+            BarColumn(),
+            TaskProgressColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rates]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> "ExtractionProgress":
+        self._bar.start()
+        self._task = self._bar.add_task("extracting", total=self._num_sequences, rates="")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._bar.stop()
+
+    def totals(self) -> Totals:
+        """What the workers have done since this extraction began."""
+        lines = [newest_line(path, since_s=self._start_s) for path in self._paths]
+        return total([line for line in lines if line is not None])
+
+    def show_line(self, name: str, line: str) -> None:
+        """Prints a worker's output above the bar."""
+        self._bar.console.print(f"{name} | {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def print_summary(self) -> None:
+        """Says what was stored, and what was left out and why."""
+        totals = self.totals()
+        print(f"stored {self._describe(totals)} in {totals.num_units} shards")
+        if totals.num_truncated:
+            print(f"truncated {totals.num_truncated} sequences at data.max_sequence_tokens")
+        for reason, count in totals.skipped.most_common():
+            print(f"skipped {count}: {reason}")
+
+    def _describe(self, totals: Totals) -> str:
+        elapsed_s = max(time.time() - self._start_s, 1e-9)
+        return (
+            f"{totals.num_sequences:,} sequences, {totals.num_tokens:,} tokens, "
+            f"{totals.num_bytes / 1e6:,.1f} MB, {totals.num_tokens / elapsed_s:,.0f} tok/s"
+        )
+
+    def _refresh(self) -> None:
+        printed_s = time.monotonic()
+        while not self._stop.wait(REFRESH_S):
+            totals = self.totals()
+            rates = self._describe(totals)
+            self._bar.update(self._task, completed=totals.num_done, rates=rates)
+            if self._bar.disable and time.monotonic() - printed_s >= PLAIN_LINE_S:
+                printed_s = time.monotonic()
+                self._console.print(f"{self._percent(totals)} | {rates}{self._left(totals)}")
+
+    def _percent(self, totals: Totals) -> str:
+        return f"extracting {totals.num_done / max(1, self._num_sequences):.0%}"
+
+    def _left(self, totals: Totals) -> str:
+        if totals.num_done == 0:
+            return ""
+        elapsed_s = time.time() - self._start_s
+        left_s = elapsed_s / totals.num_done * max(0, self._num_sequences - totals.num_done)
+        return f" | {left_s:.0f} s left"

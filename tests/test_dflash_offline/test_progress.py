@@ -1,0 +1,52 @@
+"""Extraction's progress: the newest whole line of each worker counts, older runs do not."""
+
+import json
+from pathlib import Path
+
+from dflash_offline.progress import ExtractionProgress, newest_line, total
+
+
+def metrics(*, time_s: float, num_sequences: int = 1, skipped: dict[str, int] | None = None) -> str:
+    line = {
+        "time_s": time_s,
+        "num_sequences": num_sequences,
+        "num_tokens": 10 * num_sequences,
+        "num_bytes": 100 * num_sequences,
+        "num_units": 1,
+        "num_truncated": 0,
+        "skipped": skipped or {},
+    }
+    return json.dumps(line) + "\n"
+
+
+def test_a_line_still_being_written_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "worker.metrics.jsonl"
+    path.write_text(metrics(time_s=1, num_sequences=3) + metrics(time_s=2)[:20])
+    line = newest_line(path, since_s=0)
+    assert line is not None
+    assert line["num_sequences"] == 3
+
+
+def test_lines_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "worker.metrics.jsonl"
+    path.write_text(metrics(time_s=1))
+    assert newest_line(path, since_s=5) is None
+    assert newest_line(tmp_path / "absent", since_s=0) is None
+
+
+def test_totals_add_up_over_workers_and_reasons() -> None:
+    lines = [
+        json.loads(metrics(time_s=1, num_sequences=2, skipped={"too long": 1})),
+        json.loads(metrics(time_s=1, num_sequences=3, skipped={"too long": 2, "NaN": 1})),
+    ]
+    totals = total(lines)
+    assert (totals.num_sequences, totals.num_tokens, totals.num_done) == (5, 50, 9)
+    assert totals.skipped == {"too long": 3, "NaN": 1}
+
+
+def test_progress_sees_what_workers_write_after_it_began(tmp_path: Path) -> None:
+    folder = tmp_path / "extract"
+    folder.mkdir()
+    with ExtractionProgress(run_dir=tmp_path, num_workers=2, num_sequences=9) as progress:
+        (folder / "worker-00001.metrics.jsonl").write_text(metrics(time_s=9e12, num_sequences=4))
+    assert progress.totals().num_sequences == 4
