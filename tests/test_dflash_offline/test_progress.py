@@ -22,7 +22,7 @@ def metrics(*, time_s: float, num_sequences: int = 1, skipped: dict[str, int] | 
 def test_a_line_still_being_written_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "worker.metrics.jsonl"
     path.write_text(metrics(time_s=1, num_sequences=3) + metrics(time_s=2)[:20])
-    line = newest_line(path, since_s=0)
+    line = newest_line(path, since_s=0.0)
     assert line is not None
     assert line["num_sequences"] == 3
 
@@ -30,8 +30,8 @@ def test_a_line_still_being_written_does_not_count(tmp_path: Path) -> None:
 def test_lines_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "worker.metrics.jsonl"
     path.write_text(metrics(time_s=1))
-    assert newest_line(path, since_s=5) is None
-    assert newest_line(tmp_path / "absent", since_s=0) is None
+    assert newest_line(path, since_s=5.0) is None
+    assert newest_line(tmp_path / "absent", since_s=0.0) is None
 
 
 def test_totals_add_up_over_workers_and_reasons() -> None:
