@@ -14,10 +14,11 @@ from dflash_offline.config import RunConfig
 PAGE = Path(__file__).parent / "run-file.md"
 HEADER = """# The run file
 
-One TOML file says everything about a run; `dflash-offline COMMAND RUN.toml` takes it, or the bare name of a preset
-(`demo`). `--set table.key=value` overrides one setting and may be repeated. An unknown key is refused, with the nearest
-known one named. Relative data paths start at the run file's folder, `run_dir` and `store.dir` at the working folder.
-This page is written by `docs/write_run_file_page.py` from the settings' own definitions.
+One TOML file says everything about a run; `dflash-offline COMMAND RUN.toml` takes it, or the bare
+name of a preset (`demo`). `--set table.key=value` overrides one setting and may be repeated. An
+unknown key is refused, with the nearest known one named. Relative data paths start at the run
+file's folder, `run_dir` and `store.dir` at the working folder. This page is written by
+`docs/write_run_file_page.py` from the settings' own definitions.
 """
 
 
