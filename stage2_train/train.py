@@ -58,42 +58,15 @@ def train_drafter(run: DrafterRun) -> int:
         if store is None:
             return EXIT_STOPPED_EARLY
         training, position = prepare(run, store)
-        steps = 0
-        while position.epoch < run.train.epochs and not stop.is_set():
+        is_done = False
+        while position.epoch < run.train.epochs and not is_done:
             snapshot = store.snapshot(position.snapshot_id)
-            position = position.in_snapshot(snapshot.id)
-            planned = plan_epoch(
-                snapshot,
-                seed=run.train.seed,
-                epoch=position.epoch,
-                batch_tokens=run.train.batch_tokens,
-            )
-            steps = total_steps(
-                position,
-                num_batches=len(planned),
-                epochs=run.train.epochs,
-                max_steps=run.train.max_steps,
-            )
-            if position.step >= steps:
-                break
-            batches = training.batches.batches(
-                snapshot, planned[position.batch :], epoch=position.epoch
-            )
-            for batch, wait_s in timed(batches):
-                position = training.step(batch, position, steps=steps, wait_s=wait_s)
-                is_last = position.step >= steps
-                if is_last or position.step % run.train.validation_steps == 0:
-                    training.validate(snapshot, position)
-                if is_last or stop.is_set() or position.step % run.train.checkpoint_steps == 0:
-                    training.save(position)
-                if is_last or stop.is_set():
-                    break
-            else:
-                position = position.next_epoch()
-        training.monitor.close()
-    is_done = position.step >= steps
-    say(f"done: {position.step} steps" if is_done else f"stopped after step {position.step}")
-    return EXIT_DONE if is_done else EXIT_STOPPED_EARLY
+            position, is_done = training.epoch(snapshot, position.in_snapshot(snapshot.id), stop)
+            if stop.is_set() and not is_done:
+                say(f"stopped after step {position.step}")
+                return EXIT_STOPPED_EARLY
+        say(f"done: {position.step} steps")
+    return EXIT_DONE
 
 
 @dataclass
@@ -110,6 +83,31 @@ class Training:
     evidence: Evidence
     validation: dict[str, Any]
     """What the last validation found, with its step."""
+
+    def epoch(
+        self, snapshot: Snapshot, position: Position, stop: "StopSignals"
+    ) -> tuple[Position, bool]:
+        """Trains the rest of an epoch; says whether that was the end of all training."""
+        train = self.run.train
+        planned = plan_epoch(
+            snapshot, seed=train.seed, epoch=position.epoch, batch_tokens=train.batch_tokens
+        )
+        steps = total_steps(
+            position, num_batches=len(planned), epochs=train.epochs, max_steps=train.max_steps
+        )
+        if position.step >= steps:
+            return position, True
+        batches = self.batches.batches(snapshot, planned[position.batch :], epoch=position.epoch)
+        for batch, wait_s in timed(batches):
+            position = self.step(batch, position, steps=steps, wait_s=wait_s)
+            is_last = position.step >= steps
+            if is_last or position.step % train.validation_steps == 0:
+                self.validate(snapshot, position)
+            if is_last or stop.is_set() or position.step % train.checkpoint_steps == 0:
+                self.save(position)
+            if is_last or stop.is_set():
+                return position, is_last
+        return position.next_epoch(), False
 
     def step(
         self, batch: PackedBatch, position: Position, *, steps: int, wait_s: float
