@@ -9,14 +9,18 @@ of real decoding, up to floating-point ties.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from stage2_train.acceptance import accept_greedy, accepted_by_offset, mean_acceptance_length
+from stage2_train.decode import decode_layer
 from stage2_train.draft import ContextCache, draft_logits, head_of
 from stage2_train.drafter import Drafter
 from stage2_train.target_head import TargetHead
+from storage.encodings import EncodedStates
+from storage.reader import SequenceStates, Snapshot
 
 _NO_TOKEN = -1
 
@@ -55,6 +59,82 @@ class Walk:
     def accepted_by_offset(self) -> list[float]:
         """Share of blocks whose acceptance length is above offset 1, 2, ..."""
         return accepted_by_offset(self.acceptance_lengths, block_size=self.block_size)
+
+
+def walk_store(
+    drafter: Drafter,
+    head: TargetHead,
+    snapshot: Snapshot,
+    indices: Iterable[int],
+    *,
+    batch_tokens: int = 32_768,
+) -> Walk:
+    """Walks every greedy answer of some stored sequences; other sequences are passed over.
+
+    Memory is bounded by `batch_tokens` tokens of states and the drafter's context of as many.
+
+    Args:
+        drafter: the drafter; its weights' type and device are used.
+        head: the target's embedding and LM head.
+        snapshot: what the store holds.
+        indices: sequences of the snapshot, usually held-out ones.
+        batch_tokens: tokens of sequences read and walked together.
+    """
+    records = snapshot.store.layers
+    names = [str(layer_id) for layer_id in drafter.architecture.target_layer_ids]
+    encodings = [records[name].encoding for name in names]
+    lengths: list[list[int]] = []
+    group: list[WalkSequence] = []
+    for index in indices:
+        if not snapshot.greedy[index]:
+            continue
+        stored = snapshot.read(int(index), layers=names)
+        states = decode_states(
+            [stored.states[name] for name in names], encodings, like=drafter.fc.weight
+        )
+        group += stored_answers(stored, states)
+        if sum(sequence.num_tokens for sequence in group) >= batch_tokens:
+            lengths += walk(drafter, head, group, batch_tokens=batch_tokens).acceptance_lengths
+            group = []
+    lengths += walk(drafter, head, group, batch_tokens=batch_tokens).acceptance_lengths
+    return Walk(acceptance_lengths=lengths, block_size=drafter.architecture.block_size)
+
+
+def stored_answers(
+    stored: SequenceStates, states: Float[Tensor, "tokens features"]
+) -> list[WalkSequence]:
+    """Gives each answer of a stored conversation, with everything before it as its prompt."""
+    return [
+        WalkSequence(
+            token_ids=stored.token_ids[:stop].tolist(), answer_start=start, states=states[:stop]
+        )
+        for start, stop in supervised_runs(stored.loss_mask)
+        if start > 0
+    ]
+
+
+def supervised_runs(loss_mask: Bool[np.ndarray, "tokens"]) -> list[tuple[int, int]]:
+    """Gives first position and end of each unbroken run of supervised tokens."""
+    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+
+
+def decode_states(
+    layers: Sequence[EncodedStates], encodings: Sequence[str], *, like: Tensor
+) -> Float[Tensor, "tokens features"]:
+    """Gives one sequence's stored layers side by side, in the type and place of `like`."""
+    num_tokens = len(layers[0].data)
+    width = like.shape[0]
+    states = like.new_empty((num_tokens, width * len(layers)))
+    for number, (layer, encoding) in enumerate(zip(layers, encodings, strict=True)):
+        scales = None if layer.scales is None else torch.from_numpy(layer.scales).to(like.device)
+        decode_layer(
+            encoding,
+            torch.from_numpy(layer.data).to(like.device),
+            scales,
+            out=states[:, number * width : (number + 1) * width],
+        )
+    return states
 
 
 @torch.inference_mode()
