@@ -136,6 +136,7 @@ class LocalRangeReader:
 
     def __init__(self, path: Path):
         self._path = path
+        self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:

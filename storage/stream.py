@@ -4,16 +4,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+
 from storage.encodings import encoded_bytes_per_token
 from storage.reader import SequenceStates, Snapshot
 
-Item = int | tuple[int, slice]
+Item = int | np.integer | tuple[int, slice]
 """A sequence index, or one with the token range to read."""
 
 
 def read_ahead(
     snapshot: Snapshot,
-    batches: Iterable[Sequence[Item]],
+    batches: Iterable[Iterable[Item]],
     *,
     layers: Sequence[str],
     read_ahead_bytes: int = 1_000_000_000,
@@ -35,7 +37,7 @@ def read_ahead(
     token_bytes = _token_bytes(snapshot, layers)
     waiting: deque[tuple[int, list[Future[SequenceStates]]]] = deque()
     waiting_bytes = 0
-    source = iter(batches)
+    source = (list(batch) for batch in batches)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="read-ahead")
 
     def submit(item: Item) -> Future[SequenceStates]:
