@@ -43,7 +43,7 @@ class DataConfig(Settings):
     strict: bool = False
     """Stop at the first unusable line instead of counting and skipping it."""
     bad_line_limit: int = Field(default=100, ge=0)
-    """Unusable lines or conversations tolerated before extraction stops."""
+    """Unusable lines of the files tolerated before extraction stops."""
 
 
 class StoreConfig(Settings):
@@ -77,7 +77,10 @@ class ExtractConfig(Settings):
     batch_tokens: int = Field(default=8192, ge=2)
     """Token budget of one forward pass; keep it on resume, rounding may depend on it."""
     max_failed_fraction: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Share of sequences that may fail (for example NaN states) before the exit code says so."""
+    """Share of sequences that may fail (NaN states, no supervised pair, a template that refuses)
+    before the exit code says so."""
+    stop_grace_s: float = Field(default=20.0, ge=0.0)
+    """Seconds after a stop signal in which the open shard may still be finished."""
     force: bool = False
     """Start although the disk cannot hold the store."""
 

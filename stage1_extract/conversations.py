@@ -66,6 +66,9 @@ class Conversations:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __contains__(self, conversation_id: str) -> bool:
+        return conversation_id in self._lines
+
     def __iter__(self) -> Iterator[Conversation]:
         return (self[each] for each in self.ids)
 

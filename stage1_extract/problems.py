@@ -6,10 +6,11 @@ from collections import Counter
 class UnusableConversationError(ValueError):
     """One conversation cannot be used; the run may go on without it."""
 
-    def __init__(self, reason: str, *, source: str, detail: str = ""):
+    def __init__(self, reason: str, *, source: str, detail: str = "", is_wanted: bool = False):
         self.reason = reason
         """Short and constant, to be counted."""
-        self.source = source
+        self.is_wanted = is_wanted
+        """Whether a setting asked for it to be left out, so that it is no failure."""
         super().__init__(f"{source}: {reason}{f': {detail}' if detail else ''}")
 
 

@@ -87,7 +87,12 @@ def to_sequence(
     is_truncated = max_sequence_tokens is not None and len(token_ids) > max_sequence_tokens
     if is_truncated and long_conversations == "skip":
         detail = f"{len(token_ids)} tokens, the limit is {max_sequence_tokens}"
-        raise _unusable(conversation, "longer than data.max_sequence_tokens", detail)
+        raise UnusableConversationError(
+            "longer than data.max_sequence_tokens",
+            source=f"{conversation.source} (id {conversation.id})",
+            detail=detail,
+            is_wanted=True,
+        )
     num_kept = _end_of_last_true(loss_mask[:max_sequence_tokens])
     mask = np.array(loss_mask[:num_kept], dtype=np.bool_)
     if not (mask[:-1] & mask[1:]).any():

@@ -8,7 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtyping import Float
+from jaxtyping import Float, Int32
+from numpy import ndarray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -25,8 +26,8 @@ class Target(Protocol):
     device: str
 
     def hidden_states(
-        self, token_ids: Sequence[Sequence[int]], *, layers: Sequence[str]
-    ) -> list[Mapping[str, Float[Tensor, "tokens hidden"]]]:
+        self, token_ids: Sequence[Int32[ndarray, "_"]], *, layers: Sequence[str]
+    ) -> list[Mapping[str, Float[Tensor, "_ hidden"]]]:
         """States of each sequence by layer name, as a forward pass of it alone would give them.
 
         Layer "9" is the output of decoder layer 9, Hugging Face's `hidden_states[10]`;

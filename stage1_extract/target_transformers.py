@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
+from numpy import ndarray
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -34,10 +35,19 @@ class _ForwardDone(Exception):  # noqa: N818 - not an error: the layers above ar
 class TransformersTarget:
     """A target loaded with transformers, on one device."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: str):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: str = "cpu",
+        published_dtype: torch.dtype | None = None,
+    ):
         self.model = model
         self.tokenizer = tokenizer
         self.device = device
+        self.published_dtype = published_dtype
+        """Type of the weights in the model's files, where its configuration names one."""
         self.config = model.config.get_text_config()
         self.decoder = find_decoder(model)
 
@@ -50,6 +60,7 @@ class TransformersTarget:
         """
         folder = resolve_target(config)
         tokenizer = load_tokenizer(config)
+        published = load_config(config).dtype
         arguments: dict[str, Any] = {
             "dtype": getattr(torch, config.dtype),
             "attn_implementation": config.attention,
@@ -63,22 +74,53 @@ class TransformersTarget:
                 if "Unrecognized configuration class" not in str(error):
                     raise
                 model = AutoModelForImageTextToText.from_pretrained(folder, **arguments)
-        return cls(model.to(device).eval().requires_grad_(False), tokenizer, device)
+        model = model.to(device).eval().requires_grad_(False)
+        return cls(model, tokenizer, device=device, published_dtype=published)
 
     @torch.inference_mode()
     def hidden_states(
-        self, token_ids: Sequence[Sequence[int]], *, layers: Sequence[str]
-    ) -> list[Mapping[str, Float[Tensor, "tokens hidden"]]]:
-        """States of each sequence by layer name; see `Target.hidden_states`."""
-        return [self._hidden_states_of_one(each, layers) for each in token_ids]
+        self, token_ids: Sequence[Int32[ndarray, "_"]], *, layers: Sequence[str]
+    ) -> list[Mapping[str, Float[Tensor, "_ hidden"]]]:
+        """States of each sequence by layer name; see `Target.hidden_states`.
 
-    def _hidden_states_of_one(
-        self, token_ids: Sequence[int], layers: Sequence[str]
-    ) -> dict[str, Tensor]:
-        batch = torch.tensor([list(token_ids)], dtype=torch.long, device=self.device)
+        The sequences share one right-padded batch without a mask: in a causal model nothing before
+        the padding can see it, whatever kind of layers the model has.
+        """
+        lengths = [len(each) for each in token_ids]
+        batch = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+        for row, each in enumerate(token_ids):
+            batch[row, : len(each)] = torch.as_tensor(each)
         with capture(self.decoder, layers) as captured:
-            self.decoder(input_ids=batch, use_cache=False)
-        return {name: captured[name][0] for name in layers}
+            self.decoder(input_ids=batch.to(self.device), use_cache=False)
+        return [
+            {name: captured[name][row, :length] for name in layers}
+            for row, length in enumerate(lengths)
+        ]
+
+    @torch.inference_mode()
+    def plain_hidden_states(
+        self, token_ids: Int32[ndarray, "tokens"], *, layers: Sequence[str]
+    ) -> Mapping[str, Float[Tensor, "tokens hidden"]]:
+        """States of one sequence from transformers' own `output_hidden_states`, without hooks.
+
+        The slow path that proves the fast one. Its last entry is after the final norm, so the last
+        decoder layer alone is taken from a plain hook.
+        """
+        batch = torch.as_tensor(token_ids, dtype=torch.long, device=self.device)[None]
+        num_layers = self.config.num_hidden_layers
+        before_norm: list[Tensor] = []
+        handle = self.decoder.norm.register_forward_pre_hook(
+            lambda _, inputs: before_norm.append(inputs[0])
+        )
+        try:
+            output = self.decoder(input_ids=batch, use_cache=False, output_hidden_states=True)
+        finally:
+            handle.remove()
+        entries = list(output.hidden_states)
+        entries[num_layers] = before_norm[0]
+        states = {str(layer_id): entries[layer_id + 1][0] for layer_id in range(num_layers)}
+        states[LM_HEAD_INPUT] = output.last_hidden_state[0]
+        return {name: states[name] for name in layers}
 
 
 @contextmanager

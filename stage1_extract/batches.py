@@ -1,0 +1,34 @@
+"""Batches: which sequences of one unit share a forward pass."""
+
+from collections.abc import Sequence
+
+
+def length_bucketed_batches(
+    lengths: Sequence[int], *, batch_tokens: int, max_padding_fraction: float = 0.05
+) -> list[list[int]]:
+    """Parts sequences into batches of similar length within a token budget.
+
+    A batch is closed when its rectangle (longest x count) would pass the budget, or when more than
+    `max_padding_fraction` of it would be padding. Padding is computed, at that small share, but
+    never stored. The result depends on lengths and settings only, not on workers or other units.
+
+    Args:
+        lengths: Tokens of each sequence.
+        batch_tokens: Token budget; a longer sequence gets a batch of its own.
+        max_padding_fraction: Largest share of a batch that may be padding.
+
+    Returns:
+        Indices into `lengths`, each exactly once; shorter batches first.
+    """
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    num_real = 0
+    for index in sorted(range(len(lengths)), key=lambda each: (lengths[each], each)):
+        rectangle = lengths[index] * (len(batch) + 1)
+        num_padding = rectangle - num_real - lengths[index]
+        if batch and (rectangle > batch_tokens or num_padding > max_padding_fraction * rectangle):
+            batches.append(batch)
+            batch, num_real = [], 0
+        batch.append(index)
+        num_real += lengths[index]
+    return [*batches, batch] if batch else batches

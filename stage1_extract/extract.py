@@ -1,0 +1,313 @@
+"""Extract: conversations in, sealed shards of the target's hidden states out. The page to read.
+
+`prepare_store` makes the store and its plan; any number of `run_worker` processes fill it, on any
+machines, at any time. A unit is computed by one worker from its own sequences only, so what is
+stored does not depend on how many there are.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int32
+from numpy import ndarray
+from torch import Tensor
+
+from stage1_extract.batches import length_bucketed_batches
+from stage1_extract.config import ExtractRun
+from stage1_extract.conversations import Conversations
+from stage1_extract.encode import encode_states
+from stage1_extract.layers import captured_layers
+from stage1_extract.parity import check_parity
+from stage1_extract.preparation import (
+    open_conversations,
+    plan_new_conversations,
+    record_layers,
+    run_sequence,
+    store_identity,
+)
+from stage1_extract.problems import UnusableConversationError
+from stage1_extract.sequences import TokenSequence
+from stage1_extract.signals import StopRequest, stop_requests
+from stage1_extract.target import load_target, resolve_target
+from stage1_extract.target_head import FACTS_FILE, head_files
+from stage1_extract.target_transformers import TransformersTarget, load_config, load_tokenizer
+from stage1_extract.work import unit_order
+from stage1_extract.worker_metrics import WorkerMetrics
+from storage.encodings import EncodedStates
+from storage.errors import StoreError
+from storage.reader import open_store
+from storage.schema import LayerRecord, UnitId
+from storage.writer import ShardWriter, WritableStore, create_store, open_for_writing
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_STOPPED_EARLY = 75
+"""Work that stopped at a signal and can be resumed (EX_TEMPFAIL)."""
+
+_PROOF_SEQUENCES = 3
+_PROOF_TOKENS = 256
+_SHOWN_OF_EACH_REASON = 3
+
+
+def prepare_store(run: ExtractRun) -> WritableStore:
+    """Makes the store with identity, layer records and plan, or brings an existing one up to date.
+
+    Idempotent, and safe when several processes call it at once. Loads no weights.
+
+    Raises:
+        ValueError: The target, the data or a setting is unusable, or the disk is too small.
+        StoreError: The store belongs to another identity, or cannot be written.
+    """
+    config = load_config(run.target)
+    layers = captured_layers(
+        run.store.target_layer_ids,
+        num_layers=run.store.num_layers,
+        lm_head_input=run.store.lm_head_input,
+        num_target_layers=config.num_hidden_layers,
+    )
+    tokenizer = load_tokenizer(run.target)
+    conversations = open_conversations(run)
+    if conversations.problems.counts:
+        summary = f"{conversations.problems.summary()}{conversations.problems.first()}"
+        print(f"unusable lines: {summary}", file=sys.stderr, flush=True)
+    store = create_store(run.store_dir, store_identity(run, config, tokenizer))
+    record_layers(store, layers, encoding=run.store.encoding, hidden_size=config.hidden_size)
+    plan_new_conversations(store, run, conversations, tokenizer)
+    return store
+
+
+def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
+    """Computes and seals units until none is left or a stop is asked for.
+
+    Start it after `prepare_store`. It takes its own share of the units first, then what the others
+    have left. SIGTERM, SIGUSR1 and Ctrl-C end it between two batches: the open unit is finished if
+    the grace time allows, else dropped.
+
+    Returns:
+        0 when every unit is committed, 75 when stopped early, 1 when too many sequences failed.
+
+    Raises:
+        ValueError: The target cannot be loaded or its states fail the parity check.
+        StoreError: The store cannot be written.
+    """
+    torch.set_num_threads(run.extract.torch_threads)
+    store = open_for_writing(run.store_dir)
+    order = unit_order(store.units(), worker_index=worker_index, num_workers=num_workers)
+    order = [unit for unit in order if not store.is_committed(unit)]
+    if not order:
+        print("nothing to extract: all units are committed")
+        return EXIT_DONE
+    metrics_path = run.run_dir / "extract" / f"worker-{worker_index:05d}.metrics.jsonl"
+    metrics = WorkerMetrics(metrics_path, worker_index=worker_index, num_workers=num_workers)
+    with stop_requests() as stop:
+        try:
+            worker = start_worker(run, store, metrics, stop, worker_index=worker_index)
+            worker.prove(order)
+            for unit in order:
+                if not stop and not store.is_committed(unit):
+                    worker.extract_unit(unit)
+        finally:
+            metrics.close()
+    print(metrics.summary(), flush=True)
+    if stop and not all(map(store.is_committed, order)):
+        return EXIT_STOPPED_EARLY
+    return judge_failures(metrics, max_failed_fraction=run.extract.max_failed_fraction)
+
+
+def start_worker(
+    run: ExtractRun,
+    store: WritableStore,
+    metrics: WorkerMetrics,
+    stop: StopRequest,
+    *,
+    worker_index: int,
+) -> "Worker":
+    """Loads the target on this worker's device and indexes the conversations."""
+    num_gpus = torch.cuda.device_count()
+    device = f"cuda:{worker_index % num_gpus}" if num_gpus else "cpu"
+    return Worker(
+        run=run,
+        store=store,
+        target=load_target(run.target, device=device),
+        conversations=open_conversations(run),
+        layers=store.layers,
+        metrics=metrics,
+        stop=stop,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What one worker process holds while it goes from unit to unit."""
+
+    run: ExtractRun
+    store: WritableStore
+    target: TransformersTarget
+    conversations: Conversations
+    layers: Mapping[str, LayerRecord]
+    metrics: WorkerMetrics
+    stop: StopRequest
+
+    def prove(self, units: Iterable[UnitId]) -> None:
+        """Checks the states of a few sequences against plain forward passes; saves the head.
+
+        Raises:
+            ValueError: States or head follow no rule that stage 2 could rely on.
+        """
+        for unit in units:
+            usable, _ = self.read_unit(unit)
+            if usable:
+                proof = [each.token_ids[:_PROOF_TOKENS] for each in usable[:_PROOF_SEQUENCES]]
+                check_parity(self.target, proof, layers=list(self.layers))
+                save_head(self.store, self.run, self.target, token_ids=proof[0])
+                return
+
+    def extract_unit(self, unit: UnitId) -> bool:
+        """Computes a unit and commits it whole, or drops it.
+
+        It is dropped when a stop leaves no time for it, or when another worker commits it first.
+
+        Returns:
+            Whether this worker's attempt is now the shard.
+        """
+        counts_before = self.metrics.counts.copy()
+        with self.metrics.timed("tokenize"):
+            sequences, unusable = self.read_unit(unit)
+        batches = length_bucketed_batches(
+            [each.num_tokens for each in sequences], batch_tokens=self.run.extract.batch_tokens
+        )
+        pace = _Pace(sum(each.num_tokens for each in sequences))
+        with self.store.start_shard(unit) as shard:
+            self.skip(shard, unusable)
+            for batch in batches:
+                out_of_time = self.stop and not pace.ends_in(
+                    self.stop.seconds_left(self.run.extract.stop_grace_s)
+                )
+                if out_of_time or self.store.is_committed(unit):
+                    break
+                self.extract_batch(shard, [sequences[index] for index in batch])
+                pace.num_done += sum(sequences[index].num_tokens for index in batch)
+            else:
+                with self.metrics.timed("write"):
+                    is_ours = shard.seal()
+                if is_ours:
+                    self.metrics.counts.num_units += 1
+                    self.metrics.progress(now=True)
+                    return True
+        self.metrics.counts = counts_before
+        return False
+
+    def read_unit(
+        self, unit: UnitId
+    ) -> tuple[list[TokenSequence], dict[str, UnusableConversationError]]:
+        """The unit's sequences, and by id what is wrong with those that cannot be used."""
+        usable, unusable = [], {}
+        for sequence_id in self.store.sequences_of(unit):
+            try:
+                sequence = run_sequence(
+                    self.run,
+                    self.conversations,
+                    sequence_id,
+                    self.target.tokenizer,
+                    self.store.identity,
+                )
+            except UnusableConversationError as problem:
+                unusable[sequence_id] = problem
+            else:
+                usable.append(sequence)
+        return usable, unusable
+
+    def extract_batch(self, shard: ShardWriter, sequences: Sequence[TokenSequence]) -> None:
+        """Forward pass, encoding and append of one batch."""
+        with self.metrics.timed("forward"):
+            states = self.target.hidden_states(
+                [each.token_ids for each in sequences], layers=list(self.layers)
+            )
+        for sequence, states_by_layer in zip(sequences, states, strict=True):
+            with self.metrics.timed("encode"):
+                encoded, broken_layer = encode_layers(states_by_layer, self.layers)
+            if broken_layer is not None:
+                self.skip(shard, {sequence.id: _not_finite(sequence, broken_layer)})
+                continue
+            num_bytes_before = shard.num_bytes
+            with self.metrics.timed("write"):
+                shard.append(
+                    sequence_id=sequence.id,
+                    token_ids=sequence.token_ids,
+                    loss_mask=sequence.loss_mask,
+                    greedy=sequence.greedy,
+                    states=encoded,
+                )
+            self.metrics.count(sequence, num_bytes=shard.num_bytes - num_bytes_before)
+        self.metrics.progress()
+
+    def skip(self, shard: ShardWriter, unusable: Mapping[str, UnusableConversationError]) -> None:
+        """Records sequences that hold no states, in the shard and in the counts."""
+        for sequence_id, problem in unusable.items():
+            shard.skip(sequence_id=sequence_id, reason=problem.reason)
+            if self.metrics.count_skipped(problem) <= _SHOWN_OF_EACH_REASON:
+                print(f"skipped {problem}", file=sys.stderr, flush=True)
+
+
+def encode_layers(
+    states: Mapping[str, Float[Tensor, "tokens hidden"]], layers: Mapping[str, LayerRecord]
+) -> tuple[dict[str, EncodedStates], str | None]:
+    """States of one sequence as they are stored, and the name of a layer with NaN or infinity."""
+    encoded = {name: encode_states(layers[name].encoding, states[name]) for name in layers}
+    broken = (name for name, each in encoded.items() if not bool(each.is_finite.all()))
+    return {name: each.to_host() for name, each in encoded.items()}, next(broken, None)
+
+
+def save_head(
+    store: WritableStore,
+    run: ExtractRun,
+    target: TransformersTarget,
+    *,
+    token_ids: Int32[ndarray, "tokens"],
+) -> None:
+    """Puts the target's head into the store, once; the facts come last and say it is whole."""
+    try:
+        open_store(run.store_dir).head_bytes(FACTS_FILE)
+    except (StoreError, OSError):
+        files = head_files(target, folder=resolve_target(run.target), token_ids=token_ids)
+        for name in sorted(files, key=lambda each: (each == FACTS_FILE, each)):
+            store.put_head_file(name, files[name])
+
+
+def judge_failures(metrics: WorkerMetrics, *, max_failed_fraction: float) -> int:
+    """Exit code of a worker whose units are all committed."""
+    num_failed = metrics.counts.num_failed
+    share = num_failed / max(1, metrics.counts.num_sequences + num_failed)
+    if share <= max_failed_fraction:
+        return EXIT_DONE
+    print(
+        f"{share:.0%} of the sequences failed, more than extract.max_failed_fraction ="
+        f" {max_failed_fraction:.0%}: {metrics.summary()}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return EXIT_FAILED
+
+
+def _not_finite(sequence: TokenSequence, layer: str) -> UnusableConversationError:
+    return UnusableConversationError(
+        f"NaN or infinity in layer {layer}", source=f"sequence {sequence.id}"
+    )
+
+
+class _Pace:
+    """How fast a unit goes, to tell whether it can still be finished."""
+
+    def __init__(self, num_tokens: int):
+        self.num_done = 0
+        self._num_tokens = num_tokens
+        self._start_s = time.monotonic()
+
+    def ends_in(self, seconds: float) -> bool:
+        """Whether the rest, at the pace so far, takes less than these seconds."""
+        elapsed_s = time.monotonic() - self._start_s
+        left_s = elapsed_s * (self._num_tokens / max(1, self.num_done) - 1)
+        return left_s < seconds
