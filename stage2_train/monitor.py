@@ -15,6 +15,8 @@ from storage.files import replace_whole
 
 # Above this share of a step the reader, not the arithmetic, sets the pace.
 BAD_WAIT_FRACTION = 0.05
+# Below this, a step is so small that handing over a batch shows in it.
+SHORT_STEP_S = 0.05
 
 
 class Monitor:
@@ -123,7 +125,7 @@ class _Pause:
 
 def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
     """Gives the line a person reads: what is learned, how fast, and what holds it up."""
-    offsets = " ".join(f"{value:.2f}"[1:] for value in record["accuracy_by_offset"][:4])
+    offsets = " ".join(f"{value:.2f}".removeprefix("0") for value in record["accuracy_by_offset"][:4])
     line = (
         f"step {record['step']}/{total_steps} {record['step_s'] * 1e3:.0f}ms "
         f"loss {record['loss']:.3f} acc {offsets} "
@@ -138,7 +140,7 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
             f"/{record['memory_total_bytes'] / 2**30:.0f} GiB"
             f" retries {record['memory_retries']}"
         )
-    if record["wait_fraction"] > BAD_WAIT_FRACTION:
+    if record["wait_fraction"] > BAD_WAIT_FRACTION and record["step_s"] > SHORT_STEP_S:
         line += " | the store is read slower than the drafter trains: faster disk, or read less"
     return line
 

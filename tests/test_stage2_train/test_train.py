@@ -1,0 +1,191 @@
+"""Training learns, stops, resumes exactly, and refuses settings that do not fit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stage2_train.checkpoint import MODEL, OPTIMIZER, STATE, latest_checkpoint
+from stage2_train.config import DrafterRun
+from stage2_train.train import EXIT_DONE, EXIT_STOPPED_EARLY, Training, train_drafter
+
+# Kills its own process, without a word, in the middle of a step.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import stage2_train.train as page
+from stage2_train.config import DrafterRun
+run = DrafterRun.model_validate_json(sys.argv[1])
+plain_step = page.Training.step
+def step(self, batch, position, **arguments):
+    if position.step == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain_step(self, batch, position, **arguments)
+page.Training.step = step
+page.train_drafter(run)
+"""
+
+
+def records(run: DrafterRun, kind: str = "train") -> list[dict]:
+    lines = (run.drafter_dir / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def final_tensors(run: DrafterRun) -> dict[str, torch.Tensor]:
+    folder = latest_checkpoint(run.drafter_dir)
+    assert folder is not None
+    return load_file(folder / MODEL) | load_file(folder / OPTIMIZER)
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_learns(make_run, capsys, dtype):
+    run = make_run(
+        train={
+            "epochs": 12,
+            "num_anchors": 24,
+            "dtype": dtype,
+            "checkpoint_steps": 1000,
+            "validation_steps": 1000,
+            "optimizer": {"learning_rate": 2e-2},
+        }
+    )
+    assert train_drafter(run) == EXIT_DONE
+    first, *_, last = records(run)
+    assert last["loss"] < 0.3 * first["loss"]
+    validations = records(run, "validation")
+    assert validations[-1]["acceptance_length"] > 2.0
+    assert validations[-1]["num_walked"] == 4
+    assert "held out: loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_killed_and_resumed_is_uninterrupted(make_run, dtype):
+    whole = make_run(name="whole", train={"dtype": dtype})
+    assert train_drafter(whole) == EXIT_DONE
+    killed = make_run(name="killed", train={"dtype": dtype})
+    num_steps = records(whole)[-1]["step"]
+    for step in (6, num_steps - 2):
+        died = subprocess.run(
+            [sys.executable, "-c", KILLED, killed.model_dump_json(), str(step)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            check=False,
+        )
+        assert died.returncode == -signal.SIGKILL
+    assert train_drafter(killed) == EXIT_DONE
+    assert_same_tensors(final_tensors(killed), final_tensors(whole))
+    timeless = ("loss", "accuracy_by_offset", "gradient_norm", "learning_rate", "step")
+    assert [[r[key] for key in timeless] for r in records(killed)] == [
+        [r[key] for key in timeless] for r in records(whole)
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_makes_a_checkpoint_and_resumes(make_run, monkeypatch, number):
+    whole = make_run(name="whole")
+    assert train_drafter(whole) == EXIT_DONE
+    stopped = make_run(name="stopped")
+    plain_step = Training.step
+
+    def step_with_signal(self, batch, position, **arguments):
+        if position.step == 2:
+            os.kill(os.getpid(), number)
+        return plain_step(self, batch, position, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "step", step_with_signal)
+        assert train_drafter(stopped) == EXIT_STOPPED_EARLY
+    folder = latest_checkpoint(stopped.drafter_dir)
+    assert json.loads((folder / STATE).read_text())["position"]["step"] == 3
+    assert train_drafter(stopped) == EXIT_DONE
+    assert_same_tensors(final_tensors(stopped), final_tensors(whole))
+
+
+def test_a_finished_training_has_nothing_to_do(make_run):
+    run = make_run(train={"max_steps": 3})
+    assert train_drafter(run) == EXIT_DONE
+    before = final_tensors(run)
+    assert train_drafter(run) == EXIT_DONE
+    assert_same_tensors(final_tensors(run), before)
+    assert records(run)[-1]["step"] == 3
+
+
+def test_two_drafters_of_one_store_are_independent(make_run):
+    alone = make_run(name="alone")
+    train_drafter(alone)
+    train_drafter(make_run(name="deeper", drafter={"num_layers": 3, "block_size": 8}))
+    again = make_run(name="again")
+    train_drafter(again)
+    assert_same_tensors(final_tensors(again), final_tensors(alone))
+
+
+def test_a_checkpoint_says_what_it_was_trained_on(make_run):
+    run = make_run(train={"max_steps": 2})
+    train_drafter(run)
+    state = json.loads((latest_checkpoint(run.drafter_dir) / STATE).read_text())
+    assert state["position"]["snapshot_id"]
+    assert state["settings"]["train"]["batch_tokens"] == 128
+    assert state["versions"]["torch"] == torch.__version__
+    assert state["validation"]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("drafter", "train", "message"),
+    [
+        ({"mask_token_id": 64}, {}, "mask_token_id 64 is outside the vocabulary of 64 rows"),
+        ({"target_layer_ids": (1, 3)}, {}, r"target_layer_ids \[3\] are not in the store"),
+        ({}, {"batch_tokens": 4}, "batch_tokens 4 is smaller than a block of 5"),
+        ({"sliding_layers": (2,), "sliding_window": 4}, {}, r"sliding_layers \[2\] lie outside"),
+        ({"sliding_layers": (1,)}, {}, "needs sliding_window"),
+        ({"num_attention_heads": 3}, {}, "is no multiple of"),
+        ({"init_from": "/nowhere"}, {}, "/nowhere is no drafter"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(make_run, drafter, train, message):
+    run = make_run(drafter=drafter, train=train)
+    with pytest.raises(ValueError, match=message) as raised:
+        train_drafter(run)
+    assert "\n" not in str(raised.value)
+    assert latest_checkpoint(run.drafter_dir) is None
+
+
+@pytest.mark.parametrize(
+    ("drafter", "train", "message"),
+    [
+        ({}, {"seed": 5}, "train.seed was 0, is 5"),
+        ({}, {"batch_tokens": 100}, "train.batch_tokens was 128, is 100"),
+        ({"num_layers": 1}, {}, "num_hidden_layers was 2, is 1"),
+    ],
+)
+def test_a_checkpoint_is_not_resumed_as_another_training(make_run, drafter, train, message):
+    train_drafter(make_run(train={"max_steps": 2}))
+    with pytest.raises(ValueError, match=message):
+        train_drafter(make_run(train=train, drafter=drafter))
+
+
+def test_training_starts_from_another_drafter(make_run):
+    first = make_run(name="first", train={"max_steps": 2})
+    train_drafter(first)
+    start = latest_checkpoint(first.drafter_dir)
+    frozen = {"max_steps": 1, "optimizer": {"learning_rate": 1e-30, "warmup_fraction": 0.0}}
+    second = make_run(name="second", train=frozen, drafter={"init_from": str(start)})
+    train_drafter(second)
+    found = load_file(latest_checkpoint(second.drafter_dir) / MODEL)
+    assert_same_tensors(found, load_file(start / MODEL))
+
+
+def test_a_loss_that_is_no_number_stops_training(make_run):
+    run = make_run(train={"optimizer": {"learning_rate": 1e30}})
+    with pytest.raises(ValueError, match="lower train.optimizer.learning_rate"):
+        train_drafter(run)
