@@ -1,0 +1,206 @@
+"""Small tokenizers and tiny random targets, made once for all tests of stage 1."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+CHATML = """\
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
+
+CHATML_WITH_MARKERS = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}
+{%- else -%}
+{{ message['content'] + '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\n' }}
+{%- endif -%}"""
+
+LLAMA3 = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+{{- message['content'] | trim + '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif -%}"""
+
+THINKING = """\
+{%- set ns = namespace(last_query=0) -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}{%- set ns.last_query = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\n' }}
+{%- set content = message['content'] -%}
+{%- if message['role'] == 'assistant' -%}
+{%- set thought = '' -%}
+{%- if '</think>' in content -%}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') -%}
+{%- set content = content.split('</think>')[-1].lstrip('\n') -%}
+{%- endif -%}
+{%- if loop.index0 > ns.last_query and (loop.last or thought) -%}
+{{ '<think>\n' + thought + '\n</think>\n\n' }}
+{%- endif -%}
+{%- endif -%}
+{{ content + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking -%}
+{{ '<think>\n\n</think>\n\n' }}
+{%- endif -%}
+{%- endif -%}"""
+
+GEMMA = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+{{ raise_exception('Conversation roles must alternate user/assistant') }}
+{%- endif -%}
+{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<start_of_turn>model\n' }}
+{%- endif -%}"""
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "chatml_with_markers": CHATML_WITH_MARKERS,
+    "llama3": LLAMA3,
+    "thinking": THINKING,
+    "gemma": GEMMA,
+}
+SPECIAL_TOKENS = [
+    *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<bos>", "<eos>"),
+]
+VOCAB_SIZE = 288
+
+
+def build_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    """Bytes, a few merges (one of them across line breaks), and control tokens of all families."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ċ", "Ċ"), ("h", "e"), ("l", "l"), ("Ġ", "a")]
+    vocabulary = {token: index for index, token in enumerate(alphabet)}
+    for left, right in merges:
+        vocabulary[left + right] = len(vocabulary)
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    core.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<bos>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    if template is not None:
+        tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
+
+
+def target_config(kind: str) -> PretrainedConfig:
+    """A tiny configuration of a target family."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 267,
+        "eos_token_id": 261,
+        "pad_token_id": None,
+    }
+    configs: dict[str, Callable[[], PretrainedConfig]] = {
+        "llama": lambda: LlamaConfig(**sizes, tie_word_embeddings=True),
+        "qwen2": lambda: Qwen2Config(**sizes, tie_word_embeddings=False),
+        "qwen3": lambda: Qwen3Config(**sizes, tie_word_embeddings=False),
+        "gemma2": lambda: Gemma2Config(
+            **sizes, sliding_window=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0
+        ),
+    }
+    return configs[kind]()
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[[str | None], PreTrainedTokenizerFast]:
+    """Gives a small tokenizer with the chat template of a family."""
+    return build_tokenizer
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Gives the folder of a tiny random target; each kind is made once."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def folder_of(kind: str = "llama", template: str = "chatml") -> Path:
+        from transformers import AutoModelForCausalLM
+
+        if (kind, template) not in made:
+            folder = tmp_path_factory.mktemp(f"{kind}-{template}")
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(target_config(kind))
+            for name, weight in model.named_parameters():
+                if "norm" in name:  # Ones would hide a norm that is left out or taken twice.
+                    torch.nn.init.normal_(weight, mean=0.5, std=0.2)
+            model.save_pretrained(folder)
+            build_tokenizer(template).save_pretrained(folder)
+            made[kind, template] = folder
+        return made[kind, template]
+
+    return folder_of
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """Writes records (or raw text lines) to a JSONL file and gives its path."""
+
+    def write(*records: Any, name: str = "conversations.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [each if isinstance(each, str) else json.dumps(each) for each in records]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tests share their cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees or fills the user's cache folder, unless it asks for the embedded target."""
+    monkeypatch.setenv("DFLASH_OFFLINE_CACHE", str(tmp_path / "cache"))

@@ -1,0 +1,269 @@
+"""Loss masks: golden cases of template families, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from stage1_extract.conversations import Conversation
+from stage1_extract.problems import UnusableConversationError
+from stage1_extract.sequences import TokenSequence, render, to_sequence, tokens_id
+
+MakeTokenizer = Callable[[str | None], PreTrainedTokenizerFast]
+
+
+def conversation(*turns: str, **other: Any) -> Conversation:
+    """Turns that alternate between user and assistant, the first one the user's."""
+    messages = tuple(
+        {"role": "assistant" if index % 2 else "user", "content": turn}
+        for index, turn in enumerate(turns)
+    )
+    return Conversation(id="c", source="data.jsonl:1", messages=messages, **other)
+
+
+def tokens(token_ids: list[int], loss_mask: list[int], **other: Any) -> Conversation:
+    return Conversation(
+        id="c",
+        source="data.jsonl:1",
+        token_ids=tuple(token_ids),
+        loss_mask=tuple(map(bool, loss_mask)),
+        **other,
+    )
+
+
+def marked(sequence: TokenSequence, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The text of a sequence with what is supervised in brackets."""
+    text, was_supervised = "", False
+    for token_id, is_supervised in zip(sequence.token_ids, sequence.loss_mask, strict=True):
+        if is_supervised != was_supervised:
+            text += "[" if is_supervised else "]"
+        text += tokenizer.decode([int(token_id)])
+        was_supervised = bool(is_supervised)
+    return text + ("]" if was_supervised else "")
+
+
+GOLDEN = [
+    (
+        "chatml",
+        ("hello", "hi", "and?", "bye"),
+        {},
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[hi<|im_end|>]\n"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[bye<|im_end|>]",
+    ),
+    (
+        "chatml_with_markers",
+        ("hello", "hi", "and?", "bye"),
+        {},
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[hi<|im_end|>]\n"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[bye<|im_end|>]",
+    ),
+    (
+        "llama3",
+        ("hello", " hi ", "and?", "bye"),
+        {},
+        "<bos><|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[hi<|eot_id|>]"
+        "<|start_header_id|>user<|end_header_id|>\n\nand?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[bye<|eot_id|>]",
+    ),
+    (
+        "gemma",
+        ("hello", "hi", "and?", "bye"),
+        {},
+        "<bos><start_of_turn>user\nhello<end_of_turn>\n<start_of_turn>model\n[hi<end_of_turn>]\n"
+        "<start_of_turn>user\nand?<end_of_turn>\n<start_of_turn>model\n[bye<end_of_turn>]",
+    ),
+    # A thought is the target's own writing; with thinking off its empty frame is the prompt's.
+    (
+        "thinking",
+        ("hello", "<think>\nwell\n</think>\n\nhi"),
+        {},
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "[<think>\nwell\n</think>\n\nhi<|im_end|>]",
+    ),
+    (
+        "thinking",
+        ("hello", "hi"),
+        {"enable_thinking": False},
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n\n</think>\n\n[hi<|im_end|>]",
+    ),
+    # The template takes the frame out of an earlier answer: it is not what the target wrote.
+    (
+        "thinking",
+        ("hello", "hi", "and?", "bye"),
+        {"enable_thinking": False},
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n\n</think>\n\n[bye<|im_end|>]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "turns", "arguments", "expected"), GOLDEN)
+def test_golden_masks(
+    make_tokenizer: MakeTokenizer,
+    template: str,
+    turns: tuple[str, ...],
+    arguments: dict[str, Any],
+    expected: str,
+) -> None:
+    tokenizer = make_tokenizer(template)
+    sequence = to_sequence(conversation(*turns), tokenizer, template_arguments=arguments)
+    assert marked(sequence, tokenizer) == expected
+
+
+def test_markers_and_prefixes_give_the_same_mask(make_tokenizer: MakeTokenizer) -> None:
+    turns = ("hello\n", "hi all\n\n", "[x]", "bye")
+    by_markers = to_sequence(conversation(*turns), make_tokenizer("chatml_with_markers"))
+    by_prefixes = to_sequence(conversation(*turns), make_tokenizer("chatml"))
+    assert by_markers.token_ids.tolist() == by_prefixes.token_ids.tolist()
+    assert by_markers.loss_mask.tolist() == by_prefixes.loss_mask.tolist()
+
+
+def test_the_supervised_tokens_follow_the_generation_prompt(make_tokenizer: MakeTokenizer) -> None:
+    """What is supervised begins where the target begins to write, token for token."""
+    tokenizer = make_tokenizer("chatml")
+    sequence = to_sequence(conversation("hello", "hi"), tokenizer)
+    prompt = render(
+        [{"role": "user", "content": "hello"}], tokenizer, {}, add_generation_prompt=True
+    )
+    first = int(np.argmax(sequence.loss_mask))
+    assert sequence.token_ids[:first].tolist() == prompt
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_shifted_mask_would_be_noticed(make_tokenizer: MakeTokenizer, shift: int) -> None:
+    tokenizer = make_tokenizer("chatml")
+    sequence = to_sequence(conversation("hello", "hi", "and?", "bye"), tokenizer)
+    shifted = TokenSequence(
+        id="c",
+        token_ids=sequence.token_ids,
+        loss_mask=np.roll(sequence.loss_mask, shift),
+        greedy=False,
+    )
+    assert marked(shifted, tokenizer) != GOLDEN[0][3]
+
+
+def test_an_answer_that_merges_with_the_prompt_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    """The answer's line break would form one token with the header's: the target never saw that."""
+    with pytest.raises(UnusableConversationError, match="template rewrites the answer"):
+        to_sequence(conversation("hello", "\nhi"), make_tokenizer("chatml"))
+
+
+def test_what_the_template_refuses_is_named(make_tokenizer: MakeTokenizer) -> None:
+    messages = ({"role": "assistant", "content": "x"}, {"role": "user", "content": "y"})
+    refused = Conversation(id="7", source="data.jsonl:3", messages=messages)
+    with pytest.raises(UnusableConversationError) as raised:
+        to_sequence(refused, make_tokenizer("gemma"))
+    assert str(raised.value).startswith("data.jsonl:3 (id 7): chat template refuses it")
+
+
+def test_messages_need_a_chat_template(make_tokenizer: MakeTokenizer) -> None:
+    with pytest.raises(ValueError, match="no chat template"):
+        to_sequence(conversation("hello", "hi"), make_tokenizer(None))
+
+
+def test_tokens_pass_as_they_are(make_tokenizer: MakeTokenizer) -> None:
+    given = tokens([5, 6, 7, 8], [0, 1, 1, 1])
+    sequence = to_sequence(given, make_tokenizer(None))
+    assert sequence.token_ids.tolist() == [5, 6, 7, 8]
+    assert sequence.loss_mask.tolist() == [False, True, True, True]
+    assert sequence.token_ids.dtype == np.int32
+
+
+def test_an_unsupervised_tail_is_dropped(make_tokenizer: MakeTokenizer) -> None:
+    sequence = to_sequence(tokens([5, 6, 7, 8], [0, 1, 1, 0]), make_tokenizer(None))
+    assert sequence.token_ids.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("loss_mask", [[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1]])
+def test_without_a_supervised_pair_there_is_nothing_to_learn(
+    make_tokenizer: MakeTokenizer, loss_mask: list[int]
+) -> None:
+    with pytest.raises(UnusableConversationError, match="no supervised pair of tokens"):
+        to_sequence(tokens([5, 6, 7, 8], loss_mask), make_tokenizer(None))
+
+
+def test_too_long_is_truncated_and_said_so(make_tokenizer: MakeTokenizer) -> None:
+    given = tokens([5, 6, 7, 8], [0, 1, 1, 1])
+    cut = to_sequence(given, make_tokenizer(None), max_sequence_tokens=3)
+    assert (cut.token_ids.tolist(), cut.is_truncated) == ([5, 6, 7], True)
+    whole = to_sequence(given, make_tokenizer(None), max_sequence_tokens=4)
+    assert (whole.num_tokens, whole.is_truncated) == (4, False)
+
+
+def test_too_long_is_skipped_as_wanted(make_tokenizer: MakeTokenizer) -> None:
+    with pytest.raises(UnusableConversationError, match="4 tokens, the limit is 3") as raised:
+        to_sequence(
+            tokens([5, 6, 7, 8], [0, 1, 1, 1]),
+            make_tokenizer(None),
+            max_sequence_tokens=3,
+            long_conversations="skip",
+        )
+    assert raised.value.is_wanted
+
+
+def test_a_token_outside_the_vocabulary_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    with pytest.raises(UnusableConversationError, match=r"outside the vocabulary: 8, .* has 8"):
+        to_sequence(tokens([5, 6, 7, 8], [0, 1, 1, 1]), make_tokenizer(None), vocab_size=8)
+
+
+class TestRecordedAnswers:
+    """Answers that `regenerate` recorded: what counts as greedy, and where they end."""
+
+    token_ids = (5, 6, 7, 8)
+
+    def sequence(
+        self, make_tokenizer: MakeTokenizer, *, target_weights: str = "w", **changes: Any
+    ) -> TokenSequence:
+        generation = {
+            "greedy": True,
+            "target_weights": "w",
+            "num_tokens": 3,
+            "tokens": tokens_id(self.token_ids[:3]),
+        } | changes
+        given = tokens(list(self.token_ids), [0, 1, 1, 1], generation=generation)
+        return to_sequence(given, make_tokenizer(None), target_weights=target_weights)
+
+    def test_the_sequence_ends_where_the_target_stopped(
+        self, make_tokenizer: MakeTokenizer
+    ) -> None:
+        sequence = self.sequence(make_tokenizer)
+        assert sequence.greedy
+        assert sequence.token_ids.tolist() == [5, 6, 7]
+        assert not sequence.is_truncated
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"greedy": False}, {"target_weights": "other"}, {"greedy": None}],
+    )
+    def test_only_this_targets_own_greedy_answers_are_greedy(
+        self, make_tokenizer: MakeTokenizer, changes: dict[str, Any]
+    ) -> None:
+        sequence = self.sequence(make_tokenizer, **changes)
+        assert not sequence.greedy
+        assert sequence.num_tokens == 3
+
+    @pytest.mark.parametrize("changes", [{"tokens": "other"}, {"num_tokens": 9}])
+    def test_other_tokens_are_not_what_was_written(
+        self, make_tokenizer: MakeTokenizer, changes: dict[str, Any]
+    ) -> None:
+        sequence = self.sequence(make_tokenizer, **changes)
+        assert not sequence.greedy
+        assert sequence.num_tokens == 4
+
+    def test_truncation_keeps_it_greedy(self, make_tokenizer: MakeTokenizer) -> None:
+        """A prefix of a greedy answer is greedy."""
+        generation = {
+            "greedy": True,
+            "target_weights": "w",
+            "num_tokens": 4,
+            "tokens": tokens_id(self.token_ids),
+        }
+        given = tokens(list(self.token_ids), [0, 1, 1, 1], generation=generation)
+        cut = to_sequence(given, make_tokenizer(None), target_weights="w", max_sequence_tokens=3)
+        assert cut.greedy
+        assert cut.num_tokens == 3
