@@ -76,6 +76,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, each durable."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def write_all(descriptor: int, data: Buffer) -> None:
     """Writes all of `data`, whatever the system takes at a time."""
     view = memoryview(data).cast("B")
@@ -185,7 +193,7 @@ class LocalFiles:
         if final.exists():
             return final.read_bytes() == bytes(data)
         with explain_os_errors("write", final):
-            final.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(final.parent)
             return self._link_new(final, data)
 
     def _link_new(self, final: Path, data: Buffer) -> bool:

@@ -1,0 +1,115 @@
+"""Refused writes and interrupted ones: nothing half-written under a final name."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from storage.errors import StoreError, StoreWriteError, explain_os_errors
+from storage.files import LocalFiles
+from storage.reader import open_store
+from storage.verify import verify_store
+from storage.writer import create_store
+
+REFUSALS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EROFS: "read-only",
+    errno.EACCES: "permission denied",
+    errno.EDQUOT: "quota",
+}
+
+
+class FailingDisk:
+    """Lets a number of write calls pass, then refuses every one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int, after: int):
+        self.left, self.code = after, code
+        for name in ("write", "fsync", "link", "mkdir"):
+            monkeypatch.setattr(f"storage.files.os.{name}", self.guard(getattr(os, name)))
+
+    def guard(self, call: object) -> object:
+        def guarded(*arguments: object, **options: object) -> object:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(self.code, os.strerror(self.code))
+            return call(*arguments, **options)  # type: ignore[operator]
+
+        return guarded
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_a_refusing_disk_gives_one_line_and_leaves_nothing(
+    store_dir: Path, making: SimpleNamespace, code: int
+) -> None:
+    store = making.make_store(store_dir)
+    done, unit = store.units()[:2]
+    making.fill_unit(store, done)
+    for after in range(0, 200, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            FailingDisk(patch, code, after)
+            try:
+                committed = making.fill_unit(store, unit)
+            except StoreWriteError as error:
+                assert REFUSALS[code] in str(error)
+                assert "\n" not in str(error)
+                committed = False
+        assert verify_store(store_dir, full=True).ok
+        if committed or store.is_committed(unit):
+            break
+        assert len(list(store_dir.glob("shards/*/*"))) == 1
+        assert open_store(store_dir).snapshot().num_shards == 1
+    else:
+        pytest.fail("never got through")
+    making.fill(store)
+    assert open_store(store_dir).snapshot().num_sequences == 12
+
+
+def test_a_refused_store_leaves_no_identity(store_dir: Path, making: SimpleNamespace) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        FailingDisk(patch, errno.ENOSPC, 3)
+        with pytest.raises(StoreWriteError, match="disk is full"):
+            create_store(store_dir, making.make_identity())
+    create_store(store_dir, making.make_identity())
+
+
+def test_unknown_refusals_keep_their_own_words() -> None:
+    with pytest.raises(OSError, match="odd") as caught, explain_os_errors("write", "x"):
+        raise OSError(errno.EXDEV, "odd")
+    assert not isinstance(caught.value, StoreError)
+
+
+def test_creation_is_exclusive_among_threads(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    start = threading.Barrier(8)
+    won: list[int] = []
+
+    def create(number: int) -> None:
+        start.wait()
+        if files.create("folder/record", b"%d" % number):
+            won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert files.read("folder/record") == b"%d" % won[0]
+    assert len(won) == 1
+    assert os.listdir(tmp_path / "folder") == ["record"]
+
+
+def test_equal_bytes_count_as_ours(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    assert files.create("record", b"x")
+    assert files.create("record", b"x")
+    assert not files.create("record", b"y")
+
+
+def test_unfinished_files_have_no_name(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-abc").write_bytes(b"")
+    (tmp_path / "seen").write_bytes(b"")
+    assert LocalFiles(tmp_path).names("") == ["seen"]
+    assert LocalFiles(tmp_path).names("nowhere") == []

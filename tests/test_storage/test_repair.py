@@ -1,0 +1,51 @@
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+from storage.catalog import fold, read_catalog
+from storage.files import LocalFiles
+from storage.reader import open_store
+from storage.repair import bury_damaged, collect_garbage
+from storage.verify import verify_store
+
+
+def test_a_shard_with_a_damaged_commit_can_be_buried(
+    filled_dir: Path, making: SimpleNamespace
+) -> None:
+    digest = open_store(filled_dir).content_digest()
+    (path,) = filled_dir.glob("commits/*/00000-00001.json")
+    path.write_bytes(path.read_bytes()[:50])
+    bury_damaged(filled_dir, verify_store(filled_dir, full=False).problems)
+    assert open_store(filled_dir).snapshot().num_shards == 2
+    store = making.make_store(filled_dir)
+    making.fill(store)
+    assert open_store(filled_dir).content_digest() == digest
+    assert verify_store(filled_dir, full=True).ok
+
+
+def test_burying_nothing_changes_nothing(filled_dir: Path) -> None:
+    assert bury_damaged(filled_dir, []) == []
+    assert not (filled_dir / "tombstones").exists()
+
+
+def test_garbage_is_only_what_nobody_reads(filled_dir: Path, making: SimpleNamespace) -> None:
+    store = making.make_store(filled_dir)
+    store.plan_generation(["later"], num_units=1)
+    digest = open_store(filled_dir).content_digest()
+    (unit,) = set(store.units()) - store.committed()
+    abandoned = store.start_shard(unit)
+    abandoned.append(**making.make_sequence("later"))
+    (filled_dir / "commits" / ".tmp-dead").write_bytes(b"half")
+    files = LocalFiles(filled_dir)
+    fold(files, read_catalog(files))
+
+    assert collect_garbage(filled_dir) == []
+    for folder, _, names in os.walk(filled_dir):
+        for path in (Path(folder), *(Path(folder, name) for name in names)):
+            os.utime(path, (0, 0))
+    removed = collect_garbage(filled_dir)
+    assert len(removed) == 2
+    assert any("00001-00000." in path for path in removed)
+    assert "commits/.tmp-dead" in removed
+    assert open_store(filled_dir).content_digest() == digest
+    assert verify_store(filled_dir, full=True).ok
