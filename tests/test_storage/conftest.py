@@ -19,6 +19,13 @@ def making() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(FILL_STORE)), path=FILL_STORE)
 
 
+@pytest.fixture(autouse=True)
+def _no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Real flushes would be most of the suite's time; test_power_loss shows that they are asked
+    # for, and the processes that test_crash kills do them.
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
 @pytest.fixture
 def store_dir(tmp_path: Path) -> Path:
     return tmp_path / "a störe with spaces"

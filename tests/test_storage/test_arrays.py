@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def test_our_bytes_equal_those_of_zarr_python(tmp_path: Path) -> None:
 def test_checksums_do_not_depend_on_pieces(num_bytes: int, row_bytes: int, cuts: list[int]) -> None:
     data = memoryview(np.random.default_rng(0).bytes(num_bytes))
     bounds = sorted({0, num_bytes, *(cut for cut in cuts if cut < num_bytes)})
-    pieces = [data[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [data[a:b] for a, b in itertools.pairwise(bounds)]
     expected = [crc32c(data[a : a + 256 * row_bytes]) for a in range(0, num_bytes, 256 * row_bytes)]
     assert list(block_checksums(pieces, row_bytes)) == expected
 
