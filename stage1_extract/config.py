@@ -21,8 +21,9 @@ class TargetConfig(Settings):
     """Hub revision (branch, tag or commit); None takes the default branch."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Arithmetic type of the target's forward pass."""
-    attention: str = "sdpa"
-    """Attention function of the target, by its transformers name."""
+    attention: str | None = None
+    """Attention function of the target by its transformers name, for example `sdpa` or `eager`;
+    None takes what transformers prefers for the model."""
     trust_remote_code: bool = False
     """Whether code shipped with the model may run. Leave off unless you have read it."""
 

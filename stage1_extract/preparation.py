@@ -86,7 +86,7 @@ def store_identity(
         max_sequence_tokens=run.data.max_sequence_tokens,
         long_conversations=run.data.long_conversations,
         compute_dtype=run.target.dtype,
-        attention_backend=run.target.attention,
+        attention_backend=run.target.attention or "default",
         hidden_size=config.hidden_size,
         num_target_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,

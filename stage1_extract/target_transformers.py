@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int32
 from numpy import ndarray
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -25,7 +26,7 @@ from stage1_extract.target import resolve_target
 from storage.schema import LM_HEAD_INPUT
 
 # What loading raises for a folder that is not what it should be; anything else is a bug.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 class _ForwardDone(Exception):  # noqa: N818 - not an error: the layers above are not needed.
@@ -65,15 +66,21 @@ class TransformersTarget:
             "dtype": getattr(torch, config.dtype),
             "attn_implementation": config.attention,
             "trust_remote_code": config.trust_remote_code,
+            "output_loading_info": True,
         }
         disable_progress_bar()  # A worker's log is no place for a redrawn line.
         with _clear_errors(config):
             try:
-                model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+                model, info = AutoModelForCausalLM.from_pretrained(folder, **arguments)
             except ValueError as error:
                 if "Unrecognized configuration class" not in str(error):
                     raise
-                model = AutoModelForImageTextToText.from_pretrained(folder, **arguments)
+                model, info = AutoModelForImageTextToText.from_pretrained(folder, **arguments)
+        if info["missing_keys"]:
+            raise ValueError(
+                f"target.model: {folder} lacks weights (transformers would make them up at random):"
+                f" {', '.join(sorted(info['missing_keys'])[:3])} and so on; fetch it again"
+            )
         model = model.to(device).eval().requires_grad_(False)
         return cls(model, tokenizer, device=device, published_dtype=published)
 

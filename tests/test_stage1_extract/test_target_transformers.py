@@ -1,0 +1,177 @@
+"""The transformers backend: layer i is `hidden_states[i + 1]`, and loading fails clearly."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stage1_extract.config import TargetConfig
+from stage1_extract.target import load_target
+from stage1_extract.target_transformers import load_config, stop_token_ids
+from storage.schema import LM_HEAD_INPUT
+
+TargetFolder = Callable[..., Path]
+KINDS = ["llama", "qwen2", "qwen3", "gemma2"]
+LENGTHS = (5, 17, 30)
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    return load_target(TargetConfig(model=str(folder), **({"dtype": "float32"} | settings)))
+
+
+def token_ids(*lengths: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 256, length, dtype=np.int32) for length in lengths]
+
+
+@torch.inference_mode()
+def plain_forward(target: Any, sequence: np.ndarray) -> Any:
+    """One sequence through the whole model, as anyone would run it."""
+    batch = torch.from_numpy(sequence).long()[None]
+    return target.model(input_ids=batch, output_hidden_states=True, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_i_is_hidden_state_i_plus_1(target_folder: TargetFolder, kind: str) -> None:
+    target = load(target_folder(kind))
+    sequences = token_ids(*LENGTHS)
+    states = target.hidden_states(sequences, layers=["0", "1", "2", LM_HEAD_INPUT])
+    for sequence, by_layer in zip(sequences, states, strict=True):
+        expected = plain_forward(target, sequence).hidden_states
+        for layer_id in (0, 1, 2):
+            torch.testing.assert_close(
+                by_layer[str(layer_id)], expected[layer_id + 1][0], rtol=1e-4, atol=1e-5
+            )
+        # Hugging Face's last entry is after the final norm.
+        torch.testing.assert_close(by_layer[LM_HEAD_INPUT], expected[4][0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_layers_off_by_one_would_be_noticed(target_folder: TargetFolder, shift: int) -> None:
+    target = load(target_folder("llama"))
+    (sequence,) = token_ids(20)
+    (states,) = target.hidden_states([sequence], layers=["1"])
+    shifted = plain_forward(target, sequence).hidden_states[1 + 1 + shift][0]
+    difference = (states["1"] - shifted).norm() / shifted.norm()
+    assert difference > 0.1
+
+
+def test_the_last_decoder_layer_is_before_the_norm(target_folder: TargetFolder) -> None:
+    target = load(target_folder("llama"))
+    (states,) = target.hidden_states(token_ids(9), layers=["3", LM_HEAD_INPUT])
+    torch.testing.assert_close(target.decoder.norm(states["3"]), states[LM_HEAD_INPUT])
+    assert not torch.allclose(states["3"], states[LM_HEAD_INPUT], rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_slow_path_agrees(target_folder: TargetFolder, kind: str) -> None:
+    target = load(target_folder(kind))
+    (sequence,) = token_ids(20)
+    layers = ["0", "3", LM_HEAD_INPUT]
+    (states,) = target.hidden_states([sequence], layers=layers)
+    expected = target.plain_hidden_states(sequence, layers=layers)
+    for name in layers:
+        torch.testing.assert_close(states[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_layers_above_the_highest_captured_do_not_run(
+    target_folder: TargetFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load(target_folder("llama"))
+
+    def must_not_run(*_: Any, **__: Any) -> None:
+        raise AssertionError("computed for nothing")
+
+    monkeypatch.setattr(target.decoder.layers[2], "forward", must_not_run)
+    monkeypatch.setattr(target.decoder.norm, "forward", must_not_run)
+    states = target.hidden_states(token_ids(6), layers=["0", "1"])
+    assert set(states[0]) == {"0", "1"}
+
+
+def test_no_hook_stays_behind(target_folder: TargetFolder) -> None:
+    target = load(target_folder("llama"))
+    target.hidden_states(token_ids(6), layers=["1"])
+    assert not any(module._forward_hooks for module in target.model.modules())
+    assert plain_forward(target, token_ids(6)[0]).logits.shape[1] == 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_arithmetic_type_is_the_settings(target_folder: TargetFolder, dtype: str) -> None:
+    target = load(target_folder("llama"), dtype=dtype)
+    (states,) = target.hidden_states(token_ids(6), layers=["1"])
+    assert states["1"].dtype == getattr(torch, dtype)
+    assert target.published_dtype == torch.float32
+
+
+def test_the_configuration_needs_no_weights(target_folder: TargetFolder, tmp_path: Path) -> None:
+    shutil.copy(target_folder("llama") / "config.json", tmp_path)
+    assert load_config(TargetConfig(model=str(tmp_path))).num_hidden_layers == 4
+
+
+def test_stop_tokens_come_from_the_generation_settings(
+    target_folder: TargetFolder, tmp_path: Path
+) -> None:
+    config = load_config(TargetConfig(model=str(target_folder("llama"))))
+    assert stop_token_ids(tmp_path, config) == [261]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
+    assert stop_token_ids(tmp_path, config) == [3, 7]
+
+
+def copied(folder: Path, tmp_path: Path, **changes: bytes | None) -> Path:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    for name, content in changes.items():
+        path = copy / name.replace("__", ".")
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+    return copy
+
+
+def test_missing_weights_are_never_made_up(target_folder: TargetFolder, tmp_path: Path) -> None:
+    folder = copied(target_folder("llama"), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights.*model\.layers\.2\.mlp\.up_proj"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config__json": b"{"},
+        {"config__json": b'{"model_type": "no-such-model"}'},
+        {"model__safetensors": b"short"},
+        {"model__safetensors": None},
+        {"tokenizer__json": b"{}", "tokenizer_config__json": b"{}"},
+    ],
+)
+def test_a_broken_folder_is_one_clear_line(
+    target_folder: TargetFolder, tmp_path: Path, changes: dict[str, bytes | None]
+) -> None:
+    folder = copied(target_folder("llama"), tmp_path, **changes)
+    with pytest.raises(ValueError, match=r"target\.model") as raised:
+        load(folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_attention_is_one_clear_line(target_folder: TargetFolder) -> None:
+    with pytest.raises(ValueError, match="cannot load"):
+        load(target_folder("llama"), attention="no-such-attention")
+
+
+def test_code_of_a_model_runs_only_when_asked(target_folder: TargetFolder, tmp_path: Path) -> None:
+    folder = copied(target_folder("llama"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own_code.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own_code.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(folder)
