@@ -40,8 +40,15 @@ class EvalConfig(Settings):
     """Prompts decoded at once."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 is greedy decoding; above it, rejection sampling."""
-    tie_margin: float = Field(default=0.02, ge=0.0)
-    """A token that differs from plain greedy decoding counts as a tie below this top-2 margin."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus share of probability kept when sampling."""
+    top_k: int = Field(default=0, ge=0)
+    """Most likely tokens kept when sampling; 0 keeps all."""
+    tie_margin: float | None = Field(default=None, ge=0.0)
+    """A token that differs from plain greedy decoding counts as a tie below this top-2 margin of
+    the target; None takes 0.02 in fp32 and 0.25 in half precision."""
+    untrained: bool = True
+    """Also decode the first suite with an untrained drafter of the same shape."""
     torch_threads: int = Field(default=2, ge=1)
     """CPU threads of the evaluation process."""
     seed: int = 0
@@ -196,11 +203,15 @@ def _resolved_paths(config: RunConfig, *, run_file: Path) -> dict[str, Any]:
     store_dir = config.store.dir and str(Path(config.store.dir).resolve())
     conversations = tuple(str(data_dir / file) for file in config.data.conversations)
     prompts = tuple(str(data_dir / file) for file in config.regenerate.prompts)
+    suites = tuple(
+        str(data_dir / name) if name.endswith(".jsonl") else name for name in config.eval.suites
+    )
     return {
         "run_dir": str(run_dir),
         "store": config.store.model_copy(update={"dir": store_dir}),
         "data": config.data.model_copy(update={"conversations": conversations}),
         "regenerate": config.regenerate.model_copy(update={"prompts": prompts}),
+        "eval": config.eval.model_copy(update={"suites": suites}),
     }
 
 
