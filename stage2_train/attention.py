@@ -7,6 +7,7 @@ derived from them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -110,6 +111,103 @@ def make_sdpa_attend(masks: Sequence[Bool[Tensor, "queries keys"] | None]) -> At
         )
 
     return attend
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring blocks of one sequence: which queries and which context they can meet."""
+
+    queries: slice
+    context: slice
+    biases: tuple[Float[Tensor, "queries keys"], ...]
+    """For each layer, over the segment's context and own block tokens: 0 if seen, else -inf."""
+
+
+def segments_of(
+    context_start: Int[Tensor, "blocks"],
+    context_stop: Int[Tensor, "blocks"],
+    *,
+    block_size: int,
+    rules: Sequence[AttentionRule],
+    dtype: torch.dtype,
+) -> list[Segment]:
+    """Cuts a batch, whose blocks are sorted by anchor, into the sequences that never meet."""
+    starts, num_blocks = torch.unique_consecutive(context_start, return_counts=True)
+    first_block = 0
+    segments = []
+    for start, count in zip(starts.tolist(), num_blocks.tolist(), strict=True):
+        blocks = slice(first_block, first_block + count)
+        first_block += count
+        stop = int(context_stop[blocks].max())
+        masks = {
+            rule: block_mask(
+                context_start[blocks] - start,
+                context_stop[blocks] - start,
+                num_context_tokens=stop - start,
+                block_size=block_size,
+                rule=rule,
+            )
+            for rule in set(rules)
+        }
+        biases = {
+            rule: torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+            for rule, mask in masks.items()
+        }
+        segments.append(
+            Segment(
+                queries=slice(blocks.start * block_size, blocks.stop * block_size),
+                context=slice(start, stop),
+                biases=tuple(biases[rule] for rule in rules),
+            )
+        )
+    return segments
+
+
+def make_segment_attend(segments: Sequence[Segment], *, num_context_tokens: int) -> Attend:
+    """Makes attention sequence by sequence: equal to the plain one, without its masked products.
+
+    Its shapes differ from batch to batch, which a CPU does not mind.
+    """
+
+    def attend(
+        queries: Float[Tensor, "batch heads queries head_dim"],
+        keys: Float[Tensor, "batch kv_heads keys head_dim"],
+        values: Float[Tensor, "batch kv_heads keys head_dim"],
+        layer_index: int,
+    ) -> Float[Tensor, "batch heads queries head_dim"]:
+        context_keys, block_keys = keys[0].tensor_split((num_context_tokens,), dim=1)
+        context_values, block_values = values[0].tensor_split((num_context_tokens,), dim=1)
+        scaled = queries[0] * queries.shape[-1] ** -0.5
+        parts = []
+        for segment in segments:
+            own, context = segment.queries, segment.context
+            parts.append(
+                biased_attention(
+                    scaled[:, own],
+                    torch.cat((context_keys[:, context], block_keys[:, own]), dim=1),
+                    torch.cat((context_values[:, context], block_values[:, own]), dim=1),
+                    segment.biases[layer_index],
+                )
+            )
+        return torch.cat(parts, dim=1)[None]
+
+    return attend
+
+
+def biased_attention(
+    queries: Float[Tensor, "heads queries head_dim"],
+    keys: Float[Tensor, "kv_heads keys head_dim"],
+    values: Float[Tensor, "kv_heads keys head_dim"],
+    bias: Float[Tensor, "queries keys"],
+) -> Float[Tensor, "heads queries head_dim"]:
+    """Gives attention of scaled queries by two plain products: on a CPU its gradient is 4x faster.
+
+    Query heads that share a key head are laid end to end, so that each product is one of matrices.
+    """
+    num_heads, num_queries, head_dim = queries.shape
+    grouped = queries.reshape(len(keys), -1, head_dim)
+    scores = (grouped @ keys.transpose(1, 2)).unflatten(1, (-1, num_queries)) + bias
+    return (scores.softmax(dim=-1).flatten(1, 2) @ values).view(num_heads, num_queries, head_dim)
 
 
 def make_decoding_attend(rules: Sequence[AttentionRule]) -> Attend:

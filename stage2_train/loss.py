@@ -131,9 +131,10 @@ def _chunk_loss(
     top = logits.amax(dim=1)
     label_logit = logits.gather(1, labels[:, None])[:, 0]
     torch.softmax(logits, dim=1, out=probabilities)
-    # The top token's probability is 1/sum(exp(logit - top)): no further pass over the logits.
-    log_sum = top.to(row_loss.dtype) - probabilities.amax(dim=1).to(row_loss.dtype).log()
-    row_loss.copy_(log_sum - label_logit)
+    # No further pass over the logits; where the probability underflows, the top one is near 1.
+    label_probability = probabilities.gather(1, labels[:, None])[:, 0].to(row_loss.dtype)
+    distance = top.to(row_loss.dtype) - label_logit
+    row_loss.copy_(torch.where(distance < 60.0, -label_probability.log(), distance))
     is_top.copy_(label_logit >= top)
     if gradient is None:
         return

@@ -6,7 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from stage2_train.attention import block_mask, make_sdpa_attend
+from stage2_train.attention import (
+    block_mask,
+    make_sdpa_attend,
+    make_segment_attend,
+    segments_of,
+)
 from stage2_train.collate import EncodedLayer, PackedBatch
 from stage2_train.decode import decode_layer
 from stage2_train.drafter import Attend, Drafter, DrafterArchitecture
@@ -69,7 +74,7 @@ def draft_blocks(
         head.embed(batch.block_token_ids)[None],
         batch.block_positions[None],
         context,
-        reference_attend(batch, drafter.architecture),
+        training_attend(batch, drafter.architecture, weight.dtype),
     )
     return drafted[0]
 
@@ -89,6 +94,22 @@ def decode_features(
     ):
         decode_layer(encoding, layer.data, layer.scales, out=out)
     return features
+
+
+def training_attend(
+    batch: PackedBatch, architecture: DrafterArchitecture, dtype: torch.dtype
+) -> Attend:
+    """Makes the attention that suits the batch's device."""
+    if batch.positions.device.type == "cpu":
+        segments = segments_of(
+            batch.context_start,
+            batch.context_stop,
+            block_size=architecture.block_size,
+            rules=architecture.attention_rules,
+            dtype=dtype,
+        )
+        return make_segment_attend(segments, num_context_tokens=len(batch.positions))
+    return reference_attend(batch, architecture)
 
 
 def reference_attend(batch: PackedBatch, architecture: DrafterArchitecture) -> Attend:
