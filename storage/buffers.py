@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-MAX_FREE_BYTES = 256 * 2**20
+MAX_FREE_BYTES = 512 * 2**20
 """Unused memory a pool keeps for later reads, in bytes."""
 
 _GRAIN_BYTES = 2**16
@@ -38,14 +38,24 @@ class BufferPool:
 
     def take(self, num_bytes: int) -> UInt8[np.ndarray, " bytes"]:
         """An array of `num_bytes` with unspecified contents."""
-        size = size_class(num_bytes)
-        with self._lock:
-            free = self._free.get(size)
-            memory = free.pop() if free else None
-            self._free_bytes -= 0 if memory is None else size
+        memory = self._take_free(num_bytes)
         if memory is None:
-            memory = np.empty(size, dtype=np.uint8)
+            memory = np.empty(size_class(num_bytes), dtype=np.uint8)
         return np.asarray(_Lease(self, memory, num_bytes))
+
+    def _take_free(self, num_bytes: int) -> UInt8[np.ndarray, " bytes"] | None:
+        """A kept buffer of the fitting size or up to half larger: few are warmer than many."""
+        size = size_class(num_bytes)
+        largest = size + size // 2
+        with self._lock:
+            while size <= largest:
+                free = self._free.get(size)
+                if free:
+                    memory = free.pop()
+                    self._free_bytes -= memory.nbytes
+                    return memory
+                size = size_class(size + 1)
+        return None
 
     def give_back(self, memory: UInt8[np.ndarray, " bytes"]) -> None:
         """Keeps a buffer for later; beyond `max_free_bytes` all kept ones are let go."""

@@ -11,7 +11,7 @@ from storage.encodings import decode
 from storage.errors import DamagedShardError, StoreError, StoreNotFoundError
 from storage.reader import Snapshot, open_store
 from storage.repair import bury_damaged
-from storage.schema import format_units, is_held_out, parse_units
+from storage.schema import is_held_out
 from storage.verify import verify_store
 
 RELAXED = settings(
@@ -219,11 +219,3 @@ def test_refilled_units_replace_damaged_ones_and_old_snapshots_stay(
     assert same.id == before.id
     whole = int(np.flatnonzero(same.shard_index == 0)[0])
     assert same.read(whole, layers=["9"]).token_ids.size
-
-
-@given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 40))))
-def test_units_survive_their_text(pairs: set[tuple[int, int]]) -> None:
-    from storage.schema import UnitId
-
-    units = {UnitId(*pair) for pair in pairs}
-    assert parse_units(format_units(units)) == units
