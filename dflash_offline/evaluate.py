@@ -108,7 +108,8 @@ def evaluate(
     bench = open_bench(config)
     untrained = UntrainedDrafters(bench)
     if folder is not None:
-        drafter = load_any_drafter(folder)
+        num_target_layers = bench.target.config.num_hidden_layers
+        drafter = load_any_drafter(folder, num_target_layers=num_target_layers)
         results = {folder.name: evaluate_drafter(bench, drafter, untrained=untrained)}
         _write_json(run_dir_of(config) / f"eval-{folder.name}.json", results[folder.name])
     elif watch:
@@ -212,6 +213,8 @@ def decode_reference(
         decode_s += plain.decode_s
     if not prompts:
         raise ValueError(f"eval.suites: no prompt of {suite} leaves room for an answer")
+    if all(len(generation.token_ids) == 1 for generation in generations):
+        raise ValueError(f"eval: no answer of {suite} has a second token; nothing can be drafted")
     note = f", {num_too_long} too long and left out" if num_too_long else ""
     plain = Decoding(generations=generations, decode_s=decode_s)
     print(f"{suite}: {len(prompts)} prompts{note}, target alone {plain.tokens_per_s:.1f} tokens/s")

@@ -140,19 +140,24 @@ def export_drafters(config: RunConfig, *, drafter_names: Sequence[str], layout: 
     Raises:
         ValueError: A drafter has no checkpoint yet.
     """
+    from stage1_extract.target import resolve_target
     from stage2_train.checkpoint import best_checkpoint, latest_checkpoint
     from stage2_train.export import export_official, export_speculators
 
-    write = {"official": export_official, "speculators": export_speculators}[layout]
     folders = []
     for name in drafter_names or [drafter.name for drafter in config.drafter]:
         drafter_dir = drafter_run(config, name).drafter_dir
         checkpoint = best_checkpoint(drafter_dir) or latest_checkpoint(drafter_dir)
         if checkpoint is None:
             raise ValueError(f"{drafter_dir}: no checkpoint to export; train this drafter first")
-        out_dir = drafter_dir / ("export" if layout == "official" else f"export-{layout}")
-        write(checkpoint, out_dir)
-        folders.append(out_dir)
+        if layout == "official":
+            folders.append(export_official(checkpoint, drafter_dir / "export"))
+        else:
+            # This layout names the target: its hub id, or the folder it lies in.
+            model = config.target.model
+            target = model if "/" in model else resolve_target(config.target)
+            out_dir = drafter_dir / f"export-{layout}"
+            folders.append(export_speculators(checkpoint, out_dir, target=target))
     return folders
 
 

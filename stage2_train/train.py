@@ -15,7 +15,6 @@ from torch import Tensor
 from stage2_train.architecture import DrafterArchitecture, resolve_architecture
 from stage2_train.checkpoint import (
     latest_checkpoint,
-    load_drafter,
     load_tensors,
     read_architecture,
     read_state,
@@ -28,6 +27,7 @@ from stage2_train.config import DrafterRun
 from stage2_train.data import BatchMaker, make_batch_maker, plan_epoch, wait_for_store
 from stage2_train.device import choose_device, choose_dtype
 from stage2_train.drafter import Drafter, initialize
+from stage2_train.export import load_any_drafter
 from stage2_train.metrics import BlockSums
 from stage2_train.monitor import Monitor
 from stage2_train.optimizer import MasterAdamW, learning_rate
@@ -104,7 +104,7 @@ class Training:
             if is_last or position.step % train.validation_steps == 0:
                 self.validate(snapshot, position)
             if is_last or stop.is_set() or position.step % train.checkpoint_steps == 0:
-                self.save(position)
+                self.save(position, is_done=is_last)
             if is_last or stop.is_set():
                 return position, is_last
         return position.next_epoch(), False
@@ -156,7 +156,7 @@ class Training:
         self.validation = {"step": position.step, **found}
         self.monitor.report_validation(step=position.step, validation=found)
 
-    def save(self, position: Position) -> None:
+    def save(self, position: Position, *, is_done: bool) -> None:
         """Writes a checkpoint and removes those no longer kept."""
         with self.monitor.pause():
             is_current = self.validation.get("step") == position.step
@@ -168,6 +168,7 @@ class Training:
                 optimizer=self.optimizer.state(),
                 state={
                     "position": position.to_json(),
+                    "is_done": is_done,
                     "validation": self.validation if is_current else None,
                     "settings": self.run.model_dump(mode="json"),
                     "versions": versions(),
@@ -241,9 +242,16 @@ def architecture_for(run: DrafterRun, store: Store, head: TargetHead) -> Drafter
 
 
 def take_weights(drafter: Drafter, folder: Path) -> None:
-    """Starts from the weights of another drafter of the same shape."""
+    """Starts from the weights of another drafter of the same shape, in any layout we read."""
+    shape = drafter.architecture
+    other = load_any_drafter(folder, num_target_layers=shape.num_target_layers)
+    if other.architecture.target_layer_ids != shape.target_layer_ids:
+        raise ValueError(
+            f"init_from {folder} reads target layers {other.architecture.target_layer_ids}, this "
+            f"drafter {shape.target_layer_ids}; they must be the same"
+        )
     try:
-        drafter.load_state_dict(load_drafter(folder).state_dict())
+        drafter.load_state_dict(other.state_dict())
     except RuntimeError as error:
         first = str(error).splitlines()[-1].strip()
         raise ValueError(f"init_from {folder} has another shape: {first}") from error
