@@ -327,7 +327,7 @@ class StopSignals:
 
 def versions() -> dict[str, str]:
     """Gives the versions of the packages that shape a result."""
-    names = ("torch", "transformers", "numpy", "safetensors", "dflash-offline")
+    names = ("torch", "transformers", "numpy", "safetensors", "zarr")
     return {name: importlib.metadata.version(name) for name in names}
 
 
