@@ -125,6 +125,12 @@ def build_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def other_bytes() -> list[int]:
+    """Bytes that are no ASCII text; targets that never write them write text that comes back."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [index for index, token in enumerate(alphabet) if not "!" <= token <= "~"]
+
+
 def target_config(kind: str) -> PretrainedConfig:
     """A tiny configuration of a target family."""
     sizes: dict[str, Any] = {
@@ -173,6 +179,8 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
             for name, weight in model.named_parameters():
                 if "norm" in name:  # Ones would hide a norm that is left out or taken twice.
                     torch.nn.init.normal_(weight, mean=0.5, std=0.2)
+            for head in (model.get_input_embeddings(), model.get_output_embeddings()):
+                head.weight.data[other_bytes()] = 0.0
             model.save_pretrained(folder)
             build_tokenizer(template).save_pretrained(folder)
             made[kind, template] = folder
