@@ -113,61 +113,69 @@ def make_sdpa_attend(masks: Sequence[Bool[Tensor, "queries keys"] | None]) -> At
     return attend
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Neighbouring blocks of one sequence: which queries and which context they can meet."""
+@dataclass
+class Segments:
+    """A batch cut into the sequences that never meet: neighbouring blocks and their context."""
 
-    queries: slice
-    context: slice
-    biases: tuple[Float[Tensor, "queries keys"], ...]
-    """For each layer, over the segment's context and own block tokens: 0 if seen, else -inf."""
+    num_queries: list[int]
+    """Block tokens of each segment."""
+    context_sizes: list[int]
+    """Context tokens of each segment, each followed by the number of those that no block sees."""
+    biases: list[list[Float[Tensor, "queries keys"]]]
+    """For each segment and layer, over its context and own block tokens: 0 if seen, else -inf."""
 
 
 def segments_of(
     context_start: Int[Tensor, "blocks"],
     context_stop: Int[Tensor, "blocks"],
     *,
+    num_context_tokens: int,
     block_size: int,
     rules: Sequence[AttentionRule],
     dtype: torch.dtype,
-) -> list[Segment]:
-    """Cuts a batch, whose blocks are sorted by anchor, into the sequences that never meet."""
+) -> Segments:
+    """Cuts a batch whose blocks are sorted by anchor."""
+    found = Segments(num_queries=[], context_sizes=[], biases=[])
     starts, num_blocks = torch.unique_consecutive(context_start, return_counts=True)
+    # Sequences without a block in front of the first one, or between two, are seen by none.
+    ends = [*starts.tolist()[1:], num_context_tokens]
+    found.context_sizes += [0, int(starts[0])]
     first_block = 0
-    segments = []
-    for start, count in zip(starts.tolist(), num_blocks.tolist(), strict=True):
+    for start, end, count in zip(starts.tolist(), ends, num_blocks.tolist(), strict=True):
         blocks = slice(first_block, first_block + count)
         first_block += count
         stop = int(context_stop[blocks].max())
-        masks = {
-            rule: block_mask(
-                context_start[blocks] - start,
-                context_stop[blocks] - start,
-                num_context_tokens=stop - start,
-                block_size=block_size,
-                rule=rule,
+        found.num_queries.append(count * block_size)
+        found.context_sizes += [stop - start, end - stop]
+        biases = {
+            rule: _bias(
+                block_mask(
+                    context_start[blocks] - start,
+                    context_stop[blocks] - start,
+                    num_context_tokens=stop - start,
+                    block_size=block_size,
+                    rule=rule,
+                ),
+                dtype,
             )
             for rule in set(rules)
         }
-        biases = {
-            rule: torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
-            for rule, mask in masks.items()
-        }
-        segments.append(
-            Segment(
-                queries=slice(blocks.start * block_size, blocks.stop * block_size),
-                context=slice(start, stop),
-                biases=tuple(biases[rule] for rule in rules),
-            )
-        )
-    return segments
+        found.biases.append([biases[rule] for rule in rules])
+    return found
 
 
-def make_segment_attend(segments: Sequence[Segment], *, num_context_tokens: int) -> Attend:
+def _bias(mask: Bool[Tensor, "queries keys"], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def make_segment_attend(segments: Segments) -> Attend:
     """Makes attention sequence by sequence: equal to the plain one, without its masked products.
 
     Its shapes differ from batch to batch, which a CPU does not mind.
     """
+    # One split, whose gradient is one concatenation; slices would each fill a whole gradient.
+    key_sizes = [*segments.context_sizes, *segments.num_queries]
+    num_context_parts = len(segments.context_sizes)
 
     def attend(
         queries: Float[Tensor, "batch heads queries head_dim"],
@@ -175,21 +183,21 @@ def make_segment_attend(segments: Sequence[Segment], *, num_context_tokens: int)
         values: Float[Tensor, "batch kv_heads keys head_dim"],
         layer_index: int,
     ) -> Float[Tensor, "batch heads queries head_dim"]:
-        context_keys, block_keys = keys[0].tensor_split((num_context_tokens,), dim=1)
-        context_values, block_values = values[0].tensor_split((num_context_tokens,), dim=1)
-        scaled = queries[0] * queries.shape[-1] ** -0.5
-        parts = []
-        for segment in segments:
-            own, context = segment.queries, segment.context
-            parts.append(
+        scaled = (queries[0] * queries.shape[-1] ** -0.5).split(segments.num_queries, dim=1)
+        key_parts = keys[0].split(key_sizes, dim=1)
+        value_parts = values[0].split(key_sizes, dim=1)
+        mixed = []
+        for number, biases in enumerate(segments.biases):
+            context, own = 2 * number + 2, num_context_parts + number
+            mixed.append(
                 biased_attention(
-                    scaled[:, own],
-                    torch.cat((context_keys[:, context], block_keys[:, own]), dim=1),
-                    torch.cat((context_values[:, context], block_values[:, own]), dim=1),
-                    segment.biases[layer_index],
+                    scaled[number],
+                    torch.cat((key_parts[context], key_parts[own]), dim=1),
+                    torch.cat((value_parts[context], value_parts[own]), dim=1),
+                    biases[layer_index],
                 )
             )
-        return torch.cat(parts, dim=1)[None]
+        return torch.cat(mixed, dim=1)[None]
 
     return attend
 

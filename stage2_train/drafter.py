@@ -16,6 +16,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from stage2_train.architecture import DrafterArchitecture
+from stage2_train.rms_norm import rms_norm
 
 __all__ = ["Attend", "Drafter", "DrafterArchitecture", "KeyValues", "Rotation"]
 
@@ -40,7 +41,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalises `[..., size]`; the statistics are fp32."""
-        return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 class DrafterAttention(nn.Module):

@@ -104,11 +104,12 @@ def training_attend(
         segments = segments_of(
             batch.context_start,
             batch.context_stop,
+            num_context_tokens=len(batch.positions),
             block_size=architecture.block_size,
             rules=architecture.attention_rules,
             dtype=dtype,
         )
-        return make_segment_attend(segments, num_context_tokens=len(batch.positions))
+        return make_segment_attend(segments)
     return reference_attend(batch, architecture)
 
 
