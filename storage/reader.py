@@ -51,6 +51,10 @@ class SequenceStates:
     states: dict[str, EncodedStates]
 
 
+def _decoded(record: LayerRecord, encoded: EncodedStates) -> Float32[np.ndarray, "tokens hidden"]:
+    return decode(record.encoding, encoded, channel_scales=record.channel_scale_array)
+
+
 class Store:
     """A store open for reading."""
 
@@ -147,8 +151,7 @@ class StoredSequence:
         """Decoded states, float32 [tokens, layers, hidden]."""
         records = self.snapshot.store.layers
         read = self.snapshot.read(self.index, layers=layers, tokens=tokens)
-        decoded = [decode(records[name].encoding, read.states[name]) for name in layers]
-        return np.stack(decoded, axis=1)
+        return np.stack([_decoded(records[name], read.states[name]) for name in layers], axis=1)
 
 
 def _select_units(catalog: Catalog, wanted: Callable[[UnitId], bool]) -> Catalog:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, UInt64
+from jaxtyping import Bool, Float32, UInt64
 
 from storage.errors import IdentityMismatchError
 
@@ -83,6 +83,12 @@ class LayerRecord:
     hidden_size: int
     channel_scales: tuple[float, ...] | None = None
     """Static scale of each channel, calibrated once; None for encodings without calibration."""
+
+    @property
+    def channel_scale_array(self) -> Float32[np.ndarray, " hidden"] | None:
+        """The channel scales as `encode` and `decode` take them."""
+        scales = self.channel_scales
+        return None if scales is None else np.array(scales, dtype=np.float32)
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""

@@ -65,6 +65,24 @@ def read_layers(files: Files) -> dict[str, LayerRecord]:
     }
 
 
+def _check_record(record: LayerRecord) -> None:
+    entry = encoding_named(record.encoding)
+    entry.width(record.hidden_size)
+    num_scales = None if record.channel_scales is None else len(record.channel_scales)
+    if num_scales != (record.hidden_size if entry.calibrated else None):
+        raise ValueError(
+            f"layer {record.name}: encoding {record.encoding} takes "
+            f"{record.hidden_size if entry.calibrated else 'no'} channel scales, got {num_scales}"
+        )
+
+
+def _describe(record: LayerRecord) -> str:
+    text = f"{record.encoding} of hidden size {record.hidden_size}"
+    if record.channel_scales is None:
+        return text
+    return f"{text}, channel scales {hash(record.channel_scales) % 2**32:08x}"
+
+
 def _layer_order(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdigit() else (2**31, name)
 
@@ -98,13 +116,12 @@ class WritableStore:
     def add_layers(self, records: Iterable[LayerRecord]) -> None:
         """Records layers; a name that is there with another encoding raises StoreError."""
         for record in records:
-            encoding_named(record.encoding)
+            _check_record(record)
             if not create_record(self.files, layout.layer_record(record.name), record.to_json()):
                 found = self.layers[record.name]
                 raise StoreError(
-                    f"{self.files}: layer {record.name} is stored as {found.encoding} of width "
-                    f"{found.hidden_size}, this run wants {record.encoding} of width "
-                    f"{record.hidden_size}; keep the store's setting or use another store folder"
+                    f"{self.files}: layer {record.name} is stored as {_describe(found)}, this run "
+                    f"wants {_describe(record)}; keep the store's setting or use another folder"
                 )
 
     def put_head_file(self, name: str, data: bytes) -> None:
