@@ -103,10 +103,10 @@ def read_conversations(
         ValueError: A file is missing or unreadable, an id occurs twice (both lines are named),
             there are too many unusable lines, or no conversation is usable.
     """
-    paths = [Path(path) for path in paths]
+    files = [Path(path) for path in paths]
     problems = Problems(strict=strict, limit=bad_line_limit)
     lines: dict[str, _Line] = {}
-    for path_index, path in enumerate(paths):
+    for path_index, path in enumerate(files):
         for line_number, start_byte, text in _numbered_lines(path):
             if limit is not None and len(lines) >= limit:
                 break
@@ -115,15 +115,15 @@ def read_conversations(
                 conversation = parse_conversation(text, source=source, needs_answer=needs_answer)
                 earlier = lines.get(conversation.id)
                 if earlier is not None:
-                    _refuse_duplicate(text, conversation, paths, earlier)
+                    _refuse_duplicate(text, conversation, files, earlier)
             except UnusableConversationError as problem:
                 problems.add(problem)
                 continue
             lines[conversation.id] = _Line(path_index, start_byte, len(text), line_number)
     if not lines:
-        files = ", ".join(map(str, paths)) or "an empty list of files"
-        raise ValueError(f"data.conversations: no usable conversation in {files}{problems.first()}")
-    return Conversations(paths, lines, problems)
+        where = ", ".join(map(str, files)) or "an empty list of files"
+        raise ValueError(f"data.conversations: no usable conversation in {where}{problems.first()}")
+    return Conversations(files, lines, problems)
 
 
 def parse_conversation(text: bytes, *, source: str, needs_answer: bool = True) -> Conversation:

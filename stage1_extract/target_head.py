@@ -135,7 +135,7 @@ def _embedding_scale(
         torch.as_tensor(token_ids, dtype=torch.long, device=target.device),
         weights["embed_tokens.weight"],
     )
-    candidates = [1.0, target.config.hidden_size**0.5]
+    candidates = [1.0, float(target.config.hidden_size**0.5)]
     multiplier = getattr(target.config, "embedding_multiplier", None)
     candidates += [float(multiplier)] if multiplier else []
     for scale in candidates:

@@ -116,9 +116,8 @@ class TransformersTarget:
         batch = torch.as_tensor(token_ids, dtype=torch.long, device=self.device)[None]
         num_layers = self.config.num_hidden_layers
         before_norm: list[Tensor] = []
-        handle = self.decoder.norm.register_forward_pre_hook(
-            lambda _, inputs: before_norm.append(inputs[0])
-        )
+        norm: Any = self.decoder.norm
+        handle = norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
         try:
             output = self.decoder(input_ids=batch, use_cache=False, output_hidden_states=True)
         finally:
