@@ -1,7 +1,7 @@
 """The commit record of a shard: what exists, how large, with which checksums."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,18 +63,11 @@ class ArrayRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommitRecord:
-    """One committed shard. Sequences are listed in the order of their tokens in the arrays."""
+class LayersRecord:
+    """Layer arrays that one attempt at a unit wrote."""
 
     unit: UnitId
     attempt: str
-    sequence_ids: list[str]
-    num_tokens: list[int]
-    num_supervised: list[int]
-    greedy: list[bool]
-    tokens_checksums: UInt32[np.ndarray, " sequences"]
-    skipped: dict[str, str]
-    """Reason by id, of planned sequences that hold no states."""
     layers: dict[str, ArrayRecord]
     scales: ArrayRecord | None
     """Token scales, float32 [tokens, scale_columns]; None if no layer has any."""
@@ -83,36 +76,94 @@ class CommitRecord:
 
     @property
     def attempt_dir(self) -> str:
-        """Folder of the shard's data, relative to the store."""
+        """Folder of the data, relative to the store."""
         return layout.attempt(self.unit, self.attempt)
+
+    def arrays(self) -> Iterator[tuple[str, str, ArrayRecord]]:
+        """(name, folder, record) of each layer's array, then of the scales."""
+        for name, array in self.layers.items():
+            yield name, layout.array(self.attempt_dir, name), array
+        if self.scales is not None:
+            yield "scales", layout.scales(self.attempt_dir), self.scales
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
         return {
             **self.__dict__,
             "unit": str(self.unit),
+            "layers": {name: array.to_json() for name, array in self.layers.items()},
+            "scales": None if self.scales is None else self.scales.to_json(),
+        }
+
+
+def _layers_from_json(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **value,
+        "unit": UnitId.parse(value["unit"]),
+        "layers": {name: ArrayRecord.from_json(a) for name, a in value["layers"].items()},
+        "scales": None if value["scales"] is None else ArrayRecord.from_json(value["scales"]),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddedLayers(LayersRecord):
+    """Layers added to a committed unit; sequences and their order are the commit's."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "AddedLayers":
+        """The record read back from `added/`."""
+        return cls(**_layers_from_json(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitRecord(LayersRecord):
+    """One committed shard. Sequences are listed in the order of their tokens in the arrays."""
+
+    sequence_ids: list[str]
+    num_tokens: list[int]
+    num_supervised: list[int]
+    greedy: list[bool]
+    tokens_checksums: UInt32[np.ndarray, " sequences"]
+    """CRC-32C of each sequence's bytes in the tokens file."""
+    skipped: dict[str, str]
+    """Reason by id, of planned sequences that hold no states."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON values."""
+        return {
+            **super().to_json(),
             "ids_sha256": ids_digest([*self.sequence_ids, *self.skipped]),
             "greedy": [int(flag) for flag in self.greedy],
             "tokens_checksums": pack_uint32(self.tokens_checksums),
-            "layers": {name: array.to_json() for name, array in self.layers.items()},
-            "scales": None if self.scales is None else self.scales.to_json(),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "CommitRecord":
         """The record read back from `commits/`."""
-        known = {k: v for k, v in value.items() if k != "ids_sha256"}
-        known["unit"] = UnitId.parse(value["unit"])
+        known = {k: v for k, v in _layers_from_json(value).items() if k != "ids_sha256"}
         known["greedy"] = [bool(flag) for flag in value["greedy"]]
         known["tokens_checksums"] = unpack_uint32(value["tokens_checksums"])
-        known["layers"] = {n: ArrayRecord.from_json(a) for n, a in value["layers"].items()}
-        known["scales"] = None if not value["scales"] else ArrayRecord.from_json(value["scales"])
         return cls(**known)
 
 
 def read_commit(files: Files, unit: UnitId) -> CommitRecord:
     """The commit of a unit; FileNotFoundError if it has none."""
     return CommitRecord.from_json(read_record(files, layout.commit(unit)))
+
+
+def read_added(files: Files, unit: UnitId) -> list[AddedLayers]:
+    """The records of layers added to a unit."""
+    folder = layout.added_folder(unit)
+    return [
+        AddedLayers.from_json(read_record(files, f"{folder}/{name}"))
+        for name in files.names(folder)
+    ]
+
+
+def layers_of(files: Files, unit: UnitId) -> set[str]:
+    """Names of all layers that a committed unit holds."""
+    records = [read_commit(files, unit), *read_added(files, unit)]
+    return {name for record in records for name in record.layers}
 
 
 def committed_units(files: Files) -> set[UnitId]:

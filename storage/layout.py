@@ -1,6 +1,7 @@
 """Every path inside a store, relative to its root, with forward slashes."""
 
 import hashlib
+from collections.abc import Iterable
 
 from storage.schema import UnitId
 
@@ -13,6 +14,7 @@ COMMITS = "commits"
 SHARDS = "shards"
 CATALOG = "catalog"
 TOMBSTONES = "tombstones"
+ADDED = "added"
 PLANS = "plans"
 
 TOKENS = "tokens.bin"
@@ -59,6 +61,16 @@ def fan_out(unit: UnitId) -> str:
 def commit(unit: UnitId) -> str:
     """The record whose existence makes a shard exist."""
     return f"{COMMITS}/{fan_out(unit)}/{unit}.json"
+
+
+def added_folder(unit: UnitId) -> str:
+    """Folder of the records of layers that were added to a unit."""
+    return f"{ADDED}/{fan_out(unit)}/{unit}"
+
+
+def added_layers(unit: UnitId, names: Iterable[str]) -> str:
+    """The record whose existence adds these layers to a shard."""
+    return f"{added_folder(unit)}/{'+'.join(sorted(names))}.json"
 
 
 def attempt(unit: UnitId, attempt_id: str) -> str:

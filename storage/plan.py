@@ -49,11 +49,17 @@ def read_generation(files: Files, number: int) -> dict[UnitId, list[str]]:
     return units
 
 
+def planned_counts(files: Files) -> list[int]:
+    """Units that hold a sequence, by generation."""
+    numbers = range(len(files.names(layout.GENERATIONS)))
+    return [read_record(files, layout.generation(n))["num_units_in_use"] for n in numbers]
+
+
 def complete_generations(files: Files, generation: Int32[np.ndarray, " shards"]) -> int:
     """How many generations, from the first on, have all their units among these shards."""
     committed = np.bincount(generation, minlength=1)
-    for number in range(len(files.names(layout.GENERATIONS))):
-        wanted = read_record(files, layout.generation(number))["num_units_in_use"]
+    planned = planned_counts(files)
+    for number, wanted in enumerate(planned):
         if number >= len(committed) or committed[number] < wanted:
             return number
-    return len(files.names(layout.GENERATIONS))
+    return len(planned)

@@ -7,16 +7,17 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from crc32c import crc32c
 from jaxtyping import Bool, Float32, Int32, Int64
 
 from storage import layout
 from storage.catalog import Catalog, read_catalog, select
 from storage.commits import read_commit, tombstoned_units
 from storage.encodings import EncodedStates, decode
-from storage.errors import DamagedShardError, StoreError
+from storage.errors import StoreError
 from storage.files import Files, LocalFiles
-from storage.records import read_record
+from storage.head import head_files, read_head_file
+from storage.identity import read_identity, read_layers
+from storage.plan import planned_counts
 from storage.schema import (
     LayerRecord,
     StoreIdentity,
@@ -27,7 +28,6 @@ from storage.schema import (
     parse_units,
 )
 from storage.shards import Destinations, OpenShards, ShardReader
-from storage.writer import read_identity, read_layers
 
 
 def open_store(store_dir: str | Path) -> "Store":
@@ -110,6 +110,14 @@ class Store:
         self._catalog = read_catalog(self.files, self._catalog, without=without)
         return self._catalog
 
+    def is_complete(self) -> bool:
+        """Whether every planned unit is committed; False while nothing is planned."""
+        dead = tombstoned_units(self.files)
+        planned = sum(planned_counts(self.files)) - len(dead)
+        catalog = self._committed(without=dead)
+        alive = len(set(catalog.units()) - dead) if dead else len(catalog)
+        return 0 < planned <= alive
+
     def sequence(self, sequence_id: str) -> "StoredSequence":
         """One sequence by its id, for looking around."""
         snapshot = self.snapshot()
@@ -157,28 +165,6 @@ class StoredSequence:
 def _select_units(catalog: Catalog, wanted: Callable[[UnitId], bool]) -> Catalog:
     keep = np.array([wanted(unit) for unit in catalog.units()], dtype=np.bool_)
     return select([catalog], keep=keep)
-
-
-def head_files(files: Files) -> list[str]:
-    """Names of all files under head/, those in folders as `folder/name`."""
-    names = []
-    for entry in files.names(layout.HEAD_RECORDS):
-        if entry.endswith(".json"):
-            names.append(entry.removesuffix(".json"))
-    return [name.replace("%2F", "/").replace("%25", "%") for name in names]
-
-
-def read_head_file(files: Files, name: str) -> bytes:
-    """A file of head/; raises DamagedShardError when its size or checksum is wrong."""
-    place = f"{files}/{layout.head_file(name)}"
-    try:
-        record = read_record(files, layout.head_record(name))
-        data = files.read(layout.head_file(name))
-    except FileNotFoundError as error:
-        raise DamagedShardError(f"{place} is missing; run `extract` to write it again") from error
-    if len(data) != record["num_bytes"] or f"{crc32c(data):08x}" != record["crc32c"]:
-        raise DamagedShardError(f"{place} is damaged; remove it and run `extract` again")
-    return data
 
 
 class Snapshot:

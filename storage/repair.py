@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from storage import layout
-from storage.commits import committed_units, read_commit
+from storage.commits import committed_units, read_added, read_commit
 from storage.files import Files, LocalFiles
 from storage.records import create_record
 from storage.schema import UnitId
@@ -57,8 +57,13 @@ def _orphaned_attempts(files: Files) -> Iterator[str]:
         for name in files.names(f"{layout.SHARDS}/{fan_out}"):
             unit_text, _, attempt = name.partition(".")
             unit = UnitId.parse(unit_text)
-            if unit not in committed or read_commit(files, unit).attempt != attempt:
+            if unit not in committed or attempt not in _attempts_in_use(files, unit):
                 yield f"{layout.SHARDS}/{fan_out}/{name}"
+
+
+def _attempts_in_use(files: Files, unit: UnitId) -> set[str]:
+    records = [read_commit(files, unit), *read_added(files, unit)]
+    return {record.attempt for record in records}
 
 
 def _unfinished_files(files: LocalFiles) -> Iterator[str]:

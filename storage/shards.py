@@ -13,7 +13,14 @@ from jaxtyping import Bool, Float32, Int32, Shaped
 from storage import layout
 from storage.arrays import block_checksums, bytes_of
 from storage.buffers import BufferPool
-from storage.commits import TOKEN_BYTES, ArrayRecord, CommitRecord, read_commit
+from storage.commits import (
+    TOKEN_BYTES,
+    ArrayRecord,
+    CommitRecord,
+    LayersRecord,
+    read_added,
+    read_commit,
+)
 from storage.encodings import EncodedStates
 from storage.errors import DamagedShardError, StoreError
 from storage.files import Files, RangeReader
@@ -79,38 +86,43 @@ class ShardReader:
         out: Destinations | None = None,
     ) -> dict[str, EncodedStates]:
         """Encoded states of positions start..stop-1 by layer, into `out` where it is given."""
-        self._check_layers(layers)
-        scales = self._read_scales(place, layers, start, stop)
-        states = {}
-        for name in layers:
-            array = self.commit.layers[name]
-            rows = self._destination(name, array, stop - start, out)
-            path = layout.array(self.commit.attempt_dir, name)
-            self._read_array(path, array, name, place, start, rows)
-            states[name] = EncodedStates(data=rows, scales=scales.get(name))
-        return states
+        states: dict[str, EncodedStates] = {}
+        for source in self._sources(layers):
+            names = [name for name in layers if name in source.layers and name not in states]
+            scales = self._read_scales(source, place, names, start, stop)
+            for name in names:
+                array = source.layers[name]
+                rows = self._destination(name, array, stop - start, out)
+                path = layout.array(source.attempt_dir, name)
+                self._read_array(path, array, name, place, start, rows)
+                states[name] = EncodedStates(data=rows, scales=scales.get(name))
+        return {name: states[name] for name in layers}
 
-    def _check_layers(self, layers: Sequence[str]) -> None:
-        missing = [name for name in layers if name not in self.commit.layers]
+    def _sources(self, layers: Sequence[str]) -> list[LayersRecord]:
+        """The records that together hold these layers; StoreError if some are nowhere."""
+        if self.commit.layers.keys() >= set(layers):
+            return [self.commit]
+        sources = [self.commit, *read_added(self._files, self.unit)]
+        held = [name for source in sources for name in source.layers]
+        missing = [name for name in layers if name not in held]
         if missing:
             raise StoreError(
-                f"shard {self.unit} of {self._files} lacks layers {', '.join(missing)}; "
-                f"it has {', '.join(self.commit.layers)}"
+                f"shard {self.unit} of {self._files} lacks layers {', '.join(missing)}; it has "
+                f"{', '.join(held)}: run `store add-layers`, or choose among these"
             )
+        return sources
 
     def _read_scales(
-        self, place: int, layers: Sequence[str], start: int, stop: int
+        self, source: LayersRecord, place: int, layers: Sequence[str], start: int, stop: int
     ) -> dict[str, Float32[np.ndarray, " tokens"]]:
         """Token scales by layer, of those layers that have any."""
-        columns = [name for name in layers if name in self.commit.scale_columns]
-        if not columns or self.commit.scales is None:
+        columns = [name for name in layers if name in source.scale_columns]
+        if not columns or source.scales is None:
             return {}
-        rows = self._destination("scales", self.commit.scales, stop - start, None)
-        path = layout.scales(self.commit.attempt_dir)
-        self._read_array(path, self.commit.scales, "scales", place, start, rows)
-        return {
-            n: np.ascontiguousarray(rows[:, self.commit.scale_columns.index(n)]) for n in columns
-        }
+        rows = self._destination("scales", source.scales, stop - start, None)
+        path = layout.scales(source.attempt_dir)
+        self._read_array(path, source.scales, "scales", place, start, rows)
+        return {n: np.ascontiguousarray(rows[:, source.scale_columns.index(n)]) for n in columns}
 
     def _destination(
         self, name: str, array: ArrayRecord, num_tokens: int, out: Destinations | None

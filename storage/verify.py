@@ -14,17 +14,19 @@ from storage.commits import (
     TOKEN_BYTES,
     ArrayRecord,
     CommitRecord,
+    LayersRecord,
     committed_units,
+    read_added,
     read_commit,
     tombstoned_units,
 )
 from storage.errors import StoreError
 from storage.files import Files, LocalFiles
+from storage.head import head_files, read_head_file
+from storage.identity import read_identity, read_layers
 from storage.plan import read_generation
-from storage.reader import head_files, read_head_file
 from storage.records import read_record
 from storage.schema import CHUNK_TOKENS, UnitId
-from storage.writer import read_identity, read_layers
 
 READ_BYTES = 16 * 2**20
 """Bytes of one read while a file is checked whole."""
@@ -91,16 +93,15 @@ def verify_store(
     planned = _planned(files, report.problems)
     units = sorted(committed_units(files) - tombstoned_units(files))
 
-    def check(unit: UnitId) -> tuple[CommitRecord | None, list[Problem]]:
+    def check(unit: UnitId) -> VerifyReport:
         return _check_shard(files, unit, planned, full)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        for done, (commit, problems) in enumerate(pool.map(check, units), start=1):
-            report.num_shards += 1
-            report.problems += problems
-            if commit is not None:
-                report.num_sequences += len(commit.sequence_ids)
-                report.num_bytes += sum(size for _, _, size in expected_files(commit))
+        for done, shard in enumerate(pool.map(check, units), start=1):
+            report.num_shards += shard.num_shards
+            report.num_sequences += shard.num_sequences
+            report.num_bytes += shard.num_bytes
+            report.problems += shard.problems
             if progress is not None:
                 progress(done, len(units))
     return report
@@ -153,35 +154,47 @@ def _planned(files: Files, problems: list[Problem]) -> dict[UnitId, list[str]]:
     return planned
 
 
-def expected_files(commit: CommitRecord) -> Iterator[tuple[str, str, int]]:
-    """(layer, path, size in bytes) of each data file of a shard."""
-    num_tokens = sum(commit.num_tokens)
-    yield "tokens", layout.tokens(commit.attempt_dir), num_tokens * TOKEN_BYTES
-    for name, array_dir, array in _arrays(commit):
+def expected_files(record: LayersRecord) -> Iterator[tuple[str, str, int]]:
+    """(layer, path, size in bytes) of each data file that a record names."""
+    if isinstance(record, CommitRecord):
+        yield "tokens", layout.tokens(record.attempt_dir), sum(record.num_tokens) * TOKEN_BYTES
+    for name, array_dir, array in record.arrays():
         yield name, layout.array_data(array_dir), array.file_bytes
-
-
-def _arrays(commit: CommitRecord) -> Iterator[tuple[str, str, ArrayRecord]]:
-    for name, array in commit.layers.items():
-        yield name, layout.array(commit.attempt_dir, name), array
-    if commit.scales is not None:
-        yield "scales", layout.scales(commit.attempt_dir), commit.scales
 
 
 def _check_shard(
     files: Files, unit: UnitId, planned: dict[UnitId, list[str]], full: bool
-) -> tuple[CommitRecord | None, list[Problem]]:
+) -> VerifyReport:
+    report = VerifyReport(num_shards=1)
     try:
         commit = read_commit(files, unit)
+        records = [commit, *read_added(files, unit)]
     except (StoreError, FileNotFoundError) as error:
-        return None, [Problem(str(unit), None, None, (), f"commit record: {error}")]
-    problems = list(_check_membership(commit, planned.get(unit)))
-    damaged = list(_check_sizes(files, commit))
-    if full:
-        broken = {problem.layer for problem in damaged}
-        whole = {name for name, _, _ in expected_files(commit) if name not in broken}
-        damaged += _check_bytes(files, commit, whole)
-    return commit, [*problems, *damaged]
+        report.problems.append(Problem(str(unit), None, None, (), f"commit record: {error}"))
+        return report
+    report.num_sequences = len(commit.sequence_ids)
+    report.problems += _check_membership(commit, planned.get(unit))
+    for record in records:
+        report.problems += _check_files(files, commit, record, full)
+        report.num_bytes += sum(size for _, _, size in expected_files(record))
+    return report
+
+
+def _check_files(
+    files: Files, commit: CommitRecord, record: LayersRecord, full: bool
+) -> list[Problem]:
+    """Problems of the data files that one record of a shard names."""
+    damaged = list(_check_sizes(files, commit, record))
+    if not full:
+        return damaged
+    broken = {problem.layer for problem in damaged}
+    if record is commit and "tokens" not in broken:
+        damaged += _check_tokens(files, commit)
+    for name, array_dir, array in record.arrays():
+        damaged += _check_metadata(files, commit, name, array_dir, array)
+        if name not in broken:
+            damaged += _check_array(files, commit, name, layout.array_data(array_dir), array)
+    return damaged
 
 
 def _check_membership(commit: CommitRecord, planned: list[str] | None) -> Iterator[Problem]:
@@ -191,8 +204,8 @@ def _check_membership(commit: CommitRecord, planned: list[str] | None) -> Iterat
         yield Problem(str(commit.unit), None, None, differing, "sequences differ from the plan")
 
 
-def _check_sizes(files: Files, commit: CommitRecord) -> Iterator[Problem]:
-    for name, path, size in expected_files(commit):
+def _check_sizes(files: Files, commit: CommitRecord, record: LayersRecord) -> Iterator[Problem]:
+    for name, path, size in expected_files(record):
         try:
             found = files.size(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -202,16 +215,6 @@ def _check_sizes(files: Files, commit: CommitRecord) -> Iterator[Problem]:
                 continue
             message = f"{files}/{path} has {found} bytes, expected {size}"
         yield Problem(str(commit.unit), name, None, tuple(commit.sequence_ids), message)
-
-
-def _check_bytes(files: Files, commit: CommitRecord, whole: set[str]) -> Iterator[Problem]:
-    """Problems of the contents of those files whose size is right."""
-    if "tokens" in whole:
-        yield from _check_tokens(files, commit)
-    for name, array_dir, array in _arrays(commit):
-        yield from _check_metadata(files, commit, name, array_dir, array)
-        if name in whole:
-            yield from _check_array(files, commit, name, layout.array_data(array_dir), array)
 
 
 def _check_tokens(files: Files, commit: CommitRecord) -> Iterator[Problem]:

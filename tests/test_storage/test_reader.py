@@ -219,3 +219,24 @@ def test_refilled_units_replace_damaged_ones_and_old_snapshots_stay(
     assert same.id == before.id
     whole = int(np.flatnonzero(same.shard_index == 0)[0])
     assert same.read(whole, layers=["9"]).token_ids.size
+
+
+def test_a_store_knows_when_it_is_complete(store_dir: Path, making: SimpleNamespace) -> None:
+    store = making.create_store(store_dir, making.make_identity())
+    reader = open_store(store_dir)
+    assert not reader.is_complete()
+    store = making.make_store(store_dir)
+    assert not reader.is_complete()
+    making.fill(store)
+    assert reader.is_complete()
+    store.plan_generation(["one more"], num_units=1)
+    assert not reader.is_complete()
+    making.fill(store)
+    assert reader.is_complete()
+    (path,) = store_dir.glob("shards/*/00000-00001.*/tokens.bin")
+    path.unlink()
+    bury_damaged(store_dir, verify_store(store_dir, full=False).problems)
+    store.plan_generation([f"s{i}" for i in range(12)], num_units=3)
+    assert not reader.is_complete()
+    making.fill(store)
+    assert reader.is_complete()

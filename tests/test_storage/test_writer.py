@@ -133,7 +133,7 @@ def test_of_two_attempts_the_first_commit_wins(store_dir: Path, making: SimpleNa
             two.append(**making.make_sequence(sequence_id))
         assert len(attempts(store_dir)) == 2
         assert two.seal()
-        winner = two._attempt
+        winner = two._id
         assert not one.seal()
     assert [path.suffix for path in attempts(store_dir)] == [f".{winner}"]
     assert verify_store(store_dir, full=True).ok
