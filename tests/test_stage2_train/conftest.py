@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,12 @@ def write_head(store: Any, **changes: Any) -> None:
 
 
 def fill_store(
-    store_dir: Path, *, num_sequences: int = 24, num_units: int = 4, num_committed: int = 99
+    store_dir: Path,
+    *,
+    num_sequences: int = 24,
+    num_units: int = 4,
+    num_committed: int = 99,
+    is_supervised: bool = True,
 ) -> Path:
     store = create_store(store_dir, make_identity())
     store.add_layers(
@@ -102,6 +108,8 @@ def fill_store(
     write_head(store)
     sequences = {s["sequence_id"]: s for s in map(make_sequence, range(num_sequences))}
     store.plan_generation(list(sequences), num_units=num_units)
+    for sequence in sequences.values():
+        sequence["loss_mask"] &= is_supervised
     commit_units(store, sequences, num_committed=num_committed)
     return store_dir
 
@@ -130,6 +138,17 @@ TRAIN: dict[str, Any] = {
     "log_steps": 2,
     "optimizer": {"learning_rate": 3e-3},
 }
+
+
+@pytest.fixture
+def tiny_store() -> SimpleNamespace:
+    """The functions that make and fill tiny stores."""
+    return SimpleNamespace(
+        fill_store=fill_store,
+        commit_units=commit_units,
+        make_sequence=make_sequence,
+        write_head=write_head,
+    )
 
 
 @pytest.fixture(scope="session")

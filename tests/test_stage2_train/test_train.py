@@ -187,5 +187,5 @@ def test_training_starts_from_another_drafter(make_run):
 
 def test_a_loss_that_is_no_number_stops_training(make_run):
     run = make_run(train={"optimizer": {"learning_rate": 1e30}})
-    with pytest.raises(ValueError, match="lower train.optimizer.learning_rate"):
+    with pytest.raises(ValueError, match=r"lower train\.optimizer\.learning_rate"):
         train_drafter(run)

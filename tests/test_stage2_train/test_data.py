@@ -1,0 +1,116 @@
+"""What an epoch trains is a pure function of its integers, and growing stores are followed."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from stage2_train import data
+from stage2_train.config import TrainConfig
+from stage2_train.data import is_complete, make_batch_maker, plan_epoch, trainable, wait_for_store
+from storage.errors import StoreNotFoundError
+from storage.reader import open_store
+from storage.writer import open_for_writing
+
+
+def test_every_training_sequence_once_an_epoch(shared_store_dir):
+    snapshot = open_store(shared_store_dir).snapshot()
+    for epoch in range(3):
+        planned = plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=128)
+        packed = [window.sequence_index for batch in planned for window in batch]
+        assert sorted(packed) == np.flatnonzero(trainable(snapshot)).tolist()
+        assert planned == plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=128)
+    assert snapshot.held_out.any()
+    assert planned != plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128)
+    assert planned != plan_epoch(snapshot, seed=1, epoch=2, batch_tokens=128)
+
+
+def test_sequences_above_the_budget_are_trained_in_windows(shared_store_dir):
+    snapshot = open_store(shared_store_dir).snapshot()
+    first, second = (plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=32) for epoch in (0, 1))
+    spans = {w.sequence_index: (w.start, w.stop) for batch in first for w in batch}
+    assert max(stop - start for start, stop in spans.values()) == 32
+    assert any(start > 0 for start, _ in spans.values())
+    assert spans != {w.sequence_index: (w.start, w.stop) for batch in second for w in batch}
+
+
+def test_batches_have_one_shape_and_the_windows_own_positions(shared_store_dir, architecture):
+    snapshot = open_store(shared_store_dir).snapshot()
+    train = TrainConfig(batch_tokens=32, num_anchors=6)
+    maker = make_batch_maker(train, architecture, torch.device("cpu"))
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=32)
+    for windows, batch in zip(planned, maker.batches(snapshot, planned, epoch=0), strict=True):
+        assert batch.positions.shape == (32,)
+        assert batch.block_token_ids.shape == batch.block_positions.shape == (30,)
+        assert [layer.data.shape for layer in batch.layers] == [(32, 32), (32, 32)]
+        expected = np.concatenate([np.arange(w.start, w.stop) for w in windows])
+        assert batch.positions[: len(expected)].tolist() == expected.tolist()
+        assert batch.num_real_tokens == len(expected)
+        anchors = batch.block_positions.view(6, 5)[: batch.num_real_blocks, 0]
+        stops = batch.context_stop[: batch.num_real_blocks]
+        assert torch.equal(anchors, batch.positions[stops])
+
+
+def test_stopping_early_leaves_no_reading_thread(shared_store_dir, architecture):
+    snapshot = open_store(shared_store_dir).snapshot()
+    maker = make_batch_maker(TrainConfig(batch_tokens=128), architecture, torch.device("cpu"))
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128)
+    batches = maker.batches(snapshot, planned, epoch=0)
+    next(batches)
+    batches.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("read-ahead")]
+
+
+def test_a_store_without_supervision_is_refused(tmp_path, tiny_store):
+    store_dir = tiny_store.fill_store(tmp_path / "store", num_sequences=4, is_supervised=False)
+    with pytest.raises(ValueError, match="none of the 4 sequences in the store can be trained on"):
+        plan_epoch(open_store(store_dir).snapshot(), seed=0, epoch=0, batch_tokens=128)
+
+
+def test_training_waits_for_a_growing_store(tmp_path, make_run, tiny_store):
+    store_dir = tiny_store.fill_store(tmp_path / "store", num_committed=1)
+    run = make_run(store_dir=store_dir, train={"start_after_shards": 3})
+    assert not is_complete(store_dir)
+    sequences = {s["sequence_id"]: s for s in map(tiny_store.make_sequence, range(24))}
+    said, naps = [], []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        tiny_store.commit_units(open_for_writing(store_dir), sequences, num_committed=1 + len(naps))
+
+    store = wait_for_store(run, is_stopped=lambda: False, say=said.append, sleep=sleep)
+    assert store.snapshot().num_shards == 3
+    assert len(naps) == 2
+    assert said == [f"waiting for 3 shards in {store_dir}"]
+
+
+def test_a_finished_store_with_few_shards_is_enough(shared_store_dir, make_run):
+    run = make_run(train={"start_after_shards": 1000})
+    assert is_complete(shared_store_dir)
+    assert wait_for_store(run, is_stopped=lambda: False, say=print, sleep=pytest.fail) is not None
+
+
+def test_waiting_can_be_stopped(tmp_path, make_run, tiny_store):
+    run = make_run(store_dir=tiny_store.fill_store(tmp_path / "s", num_committed=0))
+    stops = iter([False, True])
+    assert (
+        wait_for_store(run, is_stopped=lambda: next(stops), say=print, sleep=lambda _: None) is None
+    )
+
+
+def test_no_store_is_an_error(tmp_path, make_run):
+    run = make_run(store_dir=tmp_path / "nothing")
+    with pytest.raises(StoreNotFoundError, match="no store"):
+        wait_for_store(run, is_stopped=lambda: False, say=print)
+
+
+def test_made_ahead_keeps_order_and_raises_in_its_place():
+    def numbers():
+        yield from range(3)
+        raise OSError("disk gone")
+
+    made = data._made_ahead(numbers())
+    assert [next(made), next(made), next(made)] == [0, 1, 2]
+    with pytest.raises(OSError, match="disk gone"):
+        next(made)

@@ -1,0 +1,86 @@
+"""Reports: one JSON line each, forgotten where a resumed run will say it again."""
+
+import json
+
+import pytest
+import torch
+
+from stage2_train.monitor import (
+    Monitor,
+    forget_after,
+    live_line,
+    scalars,
+    thousands,
+    validation_line,
+)
+
+RECORD = {
+    "kind": "train",
+    "step": 120,
+    "step_s": 0.25,
+    "loss": 3.21,
+    "accuracy_by_offset": [1.0, 0.5, 0.25],
+    "simulated_acceptance_length": 1.45,
+    "tokens_per_s": 12_345.0,
+    "block_tokens_per_s": 900.0,
+    "execution": "eager",
+    "wait_fraction": 0.003,
+}
+
+
+def test_live_line_says_what_matters():
+    line = live_line(RECORD, total_steps=800)
+    assert line == (
+        "step 120/800 250ms loss 3.210 acc 1.00 .50 .25 sim 1.45 | "
+        "12.3k tok/s 900 block tok/s | eager | wait 0.3%"
+    )
+
+
+def test_waiting_for_data_is_said_in_words():
+    slow = live_line(RECORD | {"wait_fraction": 0.31}, total_steps=800)
+    assert "the store is read slower than the drafter trains" in slow
+
+
+def test_memory_is_shown_on_a_gpu():
+    memory = {"memory_peak_bytes": 2**30, "memory_total_bytes": 2**32, "memory_retries": 2}
+    assert "mem 1/4 GiB retries 2" in live_line(RECORD | memory, total_steps=800)
+
+
+def test_validation_line():
+    found = {"loss": 2.0, "accuracy": 0.5, "simulated_acceptance_length": 1.5}
+    assert "nothing is held out" in validation_line(3, {})
+    assert "acceptance length" not in validation_line(3, found)
+    walked = found | {"acceptance_length": 1.75, "num_walked": 4}
+    assert "acceptance length 1.750 on 4 greedy answers" in validation_line(3, walked)
+
+
+def test_scalars_spread_lists_over_offsets():
+    flat = scalars(RECORD)
+    assert flat["accuracy_by_offset/2"] == 0.5
+    assert "execution" not in flat
+    assert "step" not in flat
+
+
+@pytest.mark.parametrize(("value", "text"), [(12.4, "12"), (999.0, "999"), (1500.0, "1.5k")])
+def test_rates_are_short(value, text):
+    assert thousands(value) == text
+
+
+def test_records_after_the_checkpoint_and_torn_lines_are_forgotten(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3)) + '{"step": 2, "lo')
+    forget_after(path, step=2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    forget_after(tmp_path / "none.jsonl", step=2)
+
+
+def test_time_of_a_pause_is_charged_to_no_step(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("stage2_train.monitor.time.perf_counter", lambda: clock[0])
+    monitor = Monitor(tmp_path, first_step=0, device=torch.device("cpu"), block_size=4)
+    clock[0] = 1.0
+    with monitor.pause():
+        clock[0] = 101.0
+    clock[0] = 102.0
+    assert clock[0] - monitor._start_s == 2.0
+    monitor.close()
