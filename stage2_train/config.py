@@ -64,6 +64,9 @@ class TrainConfig(Settings):
     """Memory the reader may fill ahead of the step, in bytes."""
     start_after_shards: int = Field(default=1, ge=1)
     """Committed shards to wait for before training starts on a store that is still filling."""
+    wait_for_store_s: float | None = Field(default=None, ge=0.0)
+    """Seconds to wait at most for those shards, and for the store itself if there is none yet;
+    None takes a missing store for a mistake and waits for shards as long as it takes."""
     checkpoint_steps: int = Field(default=1000, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(default=3, ge=1)

@@ -21,6 +21,7 @@ from stage2_train.batches import Window, draw_window, pack
 from stage2_train.blocks import offset_weights
 from stage2_train.collate import PackedBatch, collate
 from stage2_train.config import DrafterRun, TrainConfig
+from storage.errors import StoreNotFoundError
 from storage.order import epoch_order
 from storage.reader import Snapshot, Store, open_store
 from storage.schema import layer_name
@@ -148,19 +149,37 @@ def wait_for_store(
     """Opens the store once enough shards are committed; None if stopped while waiting.
 
     A store whose whole plan is committed is enough, however few its shards.
+
+    Raises:
+        StoreError: there is no store, and `train.wait_for_store_s` says not to wait for one.
+        ValueError: the wait took longer than that.
     """
-    store = open_store(run.store_dir)
-    is_said = False
-    while store.snapshot().num_shards < run.train.start_after_shards:
-        if is_complete(run.store_dir):
-            break
-        if not is_said:
+    limit_s, waited_s = run.train.wait_for_store_s, 0.0
+    while (store := _filled_store(run)) is None:
+        if waited_s == 0.0:
             say(f"waiting for {run.train.start_after_shards} shards in {run.store_dir}")
-            is_said = True
+        if limit_s is not None and waited_s >= limit_s:
+            raise ValueError(
+                f"{run.store_dir}: fewer than {run.train.start_after_shards} shards after waiting "
+                f"{limit_s:.0f} s (train.wait_for_store_s); look into the log of the extraction"
+            )
         if is_stopped():
             return None
         sleep(POLL_S)
+        waited_s += POLL_S
     return store
+
+
+def _filled_store(run: DrafterRun) -> Store | None:
+    """Opens the store if training may start on it; None if it has to wait."""
+    try:
+        store = open_store(run.store_dir)
+    except StoreNotFoundError:
+        if run.train.wait_for_store_s is None:
+            raise
+        return None
+    is_enough = store.snapshot().num_shards >= run.train.start_after_shards
+    return store if is_enough or is_complete(run.store_dir) else None
 
 
 def is_complete(store_dir: Path) -> bool:

@@ -105,6 +105,24 @@ def test_no_store_is_an_error(tmp_path, make_run):
         wait_for_store(run, is_stopped=lambda: False, say=print)
 
 
+def test_training_can_wait_for_a_store_that_is_yet_to_be_made(tmp_path, make_run, tiny_store):
+    run = make_run(store_dir=tmp_path / "later", train={"wait_for_store_s": 60})
+
+    def sleep(seconds: float) -> None:
+        tiny_store.fill_store(tmp_path / "later", num_committed=1)
+
+    store = wait_for_store(run, is_stopped=lambda: False, say=print, sleep=sleep)
+    assert store.snapshot().num_shards == 1
+
+
+def test_the_wait_has_an_end(tmp_path, make_run):
+    run = make_run(store_dir=tmp_path / "never", train={"wait_for_store_s": 60})
+    naps = []
+    with pytest.raises(ValueError, match="fewer than 1 shards after waiting 60 s"):
+        wait_for_store(run, is_stopped=lambda: False, say=print, sleep=naps.append)
+    assert sum(naps) == 60
+
+
 def test_made_ahead_keeps_order_and_raises_in_its_place():
     def numbers():
         yield from range(3)
