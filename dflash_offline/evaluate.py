@@ -234,8 +234,9 @@ def evaluate_run(
     bench: Bench, drafter_dir: Path, *, untrained: "UntrainedDrafters"
 ) -> dict[str, Any]:
     """Evaluates a drafter's best and newest checkpoint and writes the better one's `eval.json`."""
-    for checkpoint in {best_checkpoint(drafter_dir), latest_checkpoint(drafter_dir)} - {None}:
-        assert checkpoint is not None
+    candidates = {best_checkpoint(drafter_dir), latest_checkpoint(drafter_dir)}
+    # The best so far anew: an evaluation of other settings may have made it so.
+    for checkpoint in sorted(path for path in candidates if path is not None):
         evaluate_checkpoint(bench, checkpoint, drafter_dir, untrained=untrained)
     return _publish_best(drafter_dir)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-_WIDTH, _HEIGHT, _MARGIN = 720, 400, 56
+_WIDTH, _HEIGHT, _MARGIN = 720.0, 400.0, 56.0
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 
 
@@ -41,17 +41,17 @@ def line_plot(
         return _HEIGHT - _MARGIN - share * (_HEIGHT - 2 * _MARGIN)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" '
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_WIDTH / 2, 20, title, anchor="middle", size=14),
+        f'<rect width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" fill="white"/>',
+        _text(_WIDTH / 2, 20.0, title, anchor="middle", size=14),
         _text(_WIDTH / 2, _HEIGHT - 12, x_label, anchor="middle"),
         _text(_MARGIN, _MARGIN - 12, y_label),
     ]
     for tick in range(6):
         share = tick / 5
         parts.append(
-            f'<line x1="{_MARGIN}" x2="{_WIDTH - _MARGIN}" y1="{y(share):.1f}" '
+            f'<line x1="{_MARGIN:.0f}" x2="{_WIDTH - _MARGIN:.0f}" y1="{y(share):.1f}" '
             f'y2="{y(share):.1f}" stroke="#dddddd"/>'
         )
         parts.append(_text(_MARGIN - 8, y(share) + 4, f"{share:.1f}", anchor="end"))
@@ -67,7 +67,7 @@ def line_plot(
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
         )
-        height = _MARGIN + 8 + 16 * number
+        height = _MARGIN + 8.0 + 16.0 * number
         parts.append(_text(_WIDTH - _MARGIN, height, label, anchor="end", colour=colour))
     return "\n".join([*parts, "</svg>"]) + "\n"
 

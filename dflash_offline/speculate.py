@@ -25,7 +25,7 @@ from stage2_train.drafter import Drafter
 from stage2_train.target_head import TargetHead
 
 # Caches are copied without their finished rows when no more than this share is still running.
-_COMPACT_BELOW_FRACTION = 0.5
+_COMPACT_BELOW_FRACTION = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,113 @@
+"""Evaluation: what is measured, what is written, what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from dflash_offline.config import drafter_run
+from dflash_offline.evaluate import compare, evaluate, is_training_done, open_bench
+from dflash_offline.speculate import Generation
+from stage2_train.checkpoint import best_checkpoint, latest_checkpoint, list_checkpoints
+from stage2_train.export import export_official
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path):
+    """A private copy of the tiny run."""
+    copy = tmp_path / "run"
+    shutil.copytree(tiny_run.run_dir, copy)
+    return tiny_run.model_copy(update={"run_dir": str(copy)})
+
+
+def changed(config, **settings):
+    return config.model_copy(update={"eval": config.eval.model_copy(update=settings)})
+
+
+def test_eval_json_says_what_was_measured(run, capsys):
+    assert evaluate(run, drafter_names=(), folder=None, watch=False) == 0
+    drafter_dir = drafter_run(run, "small").drafter_dir
+    result = json.loads((drafter_dir / "eval.json").read_text())
+    assert (result["drafter"], result["step"]) == ("small", 4)
+    assert result["untrained_acceptance_length"] >= 1.0
+    found = result["suites"]["held_out"]
+    assert found["num_prompts"] == 4  # as many as are held out
+    assert found["lossless_fraction"] == 1.0
+    low, high = found["acceptance_length_interval"]
+    assert 1.0 <= low <= found["acceptance_length"] <= high <= 4.0
+    assert len(found["accepted_by_offset"]) == 3
+    assert found["target_tokens_per_s"] > 0
+    assert found["drafted_tokens_per_s"] > 0
+    assert "Real speculative decoding" in capsys.readouterr().out
+    ElementTree.parse(Path(run.run_dir) / "eval.svg")
+
+
+def test_the_best_checkpoint_is_the_one_decoded_best(run):
+    drafter_dir = drafter_run(run, "small").drafter_dir
+    first = list_checkpoints(drafter_dir)[-1]
+    (first / "evaluation.json").write_text(json.dumps({"acceptance_length": 3.5, "suites": {}}))
+    evaluate(run, drafter_names=("small",), folder=None, watch=False)
+    assert best_checkpoint(drafter_dir) != first, "an evaluation of other settings was believed"
+
+
+def test_watching_ends_with_training_and_evaluates_what_is_there(run):
+    assert is_training_done(drafter_run(run, "small").drafter_dir)
+    assert evaluate(run, drafter_names=("small",), folder=None, watch=True) == 0
+    checkpoint = latest_checkpoint(drafter_run(run, "small").drafter_dir)
+    assert (checkpoint / "evaluation.json").is_file()
+
+
+def test_any_folder_and_sampling(run, tmp_path):
+    checkpoint = latest_checkpoint(drafter_run(run, "small").drafter_dir)
+    exported = export_official(checkpoint, tmp_path / "exported")
+    sampled = changed(run, temperature=0.8, top_p=0.9)
+    assert evaluate(sampled, drafter_names=(), folder=exported, watch=False) == 0
+    result = json.loads((Path(run.run_dir) / "eval-exported.json").read_text())
+    assert result["suites"]["held_out"]["lossless_fraction"] is None
+
+
+def test_several_turns_are_several_requests(run, tmp_path):
+    path = tmp_path / "turns.jsonl"
+    turns = [{"role": "user", "content": text} for text in ("Hi", "And?")]
+    path.write_text(json.dumps({"messages": turns}))
+    bench = open_bench(changed(run, suites=(str(path),)))
+    reference = bench.references[0]
+    first, second = reference.prompts
+    assert second[: len(first)] == first
+    tokenizer = bench.target.tokenizer
+    answer = tokenizer.decode(reference.plain.generations[0].token_ids, skip_special_tokens=True)
+    assert answer in tokenizer.decode(second)
+
+
+def test_another_target_is_refused(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run.target.model, other)
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    config = run.model_copy(update={"target": run.target.model_copy(update={"model": str(other)})})
+    with pytest.raises(ValueError, match="has other weights than the target of the store"):
+        evaluate(config, drafter_names=(), folder=None, watch=False)
+
+
+def test_a_drafter_without_checkpoints_is_named(run):
+    shutil.rmtree(drafter_run(run, "small").drafter_dir)
+    with pytest.raises(ValueError, match="no checkpoint; train drafter small first"):
+        evaluate(run, drafter_names=(), folder=None, watch=False)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "margins", "verdict"),
+    [
+        ([1, 2, 3], [1.0, 1.0, 1.0], "equals"),
+        ([1, 9, 3], [1.0, 0.01, 1.0], "tie"),
+        ([1, 9, 3], [1.0, 0.05, 0.01], "differs"),
+        ([1, 2], [1.0, 0.0, 0.0], "differs"),
+        ([1, 2, 3, 4], [0.0, 0.0, 0.0], "differs"),
+    ],
+)
+def test_only_a_small_margin_makes_a_tie(token_ids, margins, verdict):
+    alone = Generation(token_ids=[1, 2, 3], acceptance_lengths=[1, 1], top2_margins=margins)
+    other = Generation(token_ids=token_ids, acceptance_lengths=[], top2_margins=[])
+    assert compare(alone, other, tie_margin=0.02) == verdict
