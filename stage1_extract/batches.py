@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from stage1_extract.config import Batching
+
 
 def length_bucketed_batches(
     lengths: Sequence[int], *, batch_tokens: int, max_padding_fraction: float = 0.05
@@ -32,3 +34,35 @@ def length_bucketed_batches(
         batch.append(index)
         num_real += lengths[index]
     return [*batches, batch] if batch else batches
+
+
+def packed_batches(lengths: Sequence[int], *, batch_tokens: int) -> list[list[int]]:
+    """Parts sequences, in their order, into packs of at most the token budget.
+
+    Args:
+        lengths: Tokens of each sequence.
+        batch_tokens: Token budget; a longer sequence gets a batch of its own.
+
+    Returns:
+        Indices into `lengths`, each exactly once and in order.
+    """
+    batches: list[list[int]] = []
+    num_tokens = batch_tokens
+    for index, length in enumerate(lengths):
+        if num_tokens + length > batch_tokens:
+            batches.append([])
+            num_tokens = 0
+        batches[-1].append(index)
+        num_tokens += length
+    return batches
+
+
+def batches_for(
+    batching: Batching, lengths: Sequence[int], *, batch_tokens: int
+) -> list[list[int]]:
+    """Batches for a way of sharing a forward pass; see `Batching`."""
+    if batching == "packed":
+        return packed_batches(lengths, batch_tokens=batch_tokens)
+    if batching == "padded":
+        return length_bucketed_batches(lengths, batch_tokens=batch_tokens)
+    return [[index] for index in range(len(lengths))]

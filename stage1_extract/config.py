@@ -5,6 +5,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Batching = Literal["packed", "padded", "single"]
+"""How sequences share a forward pass: `packed` end to end with attention inside each, `padded` on
+the right beside others of similar length, `single` alone."""
+
 
 class Settings(BaseModel):
     """Base of every table of the run file: frozen, unknown keys refused."""
@@ -77,6 +81,9 @@ class ExtractConfig(Settings):
     """CPU threads of one worker's forward pass."""
     batch_tokens: int = Field(default=8192, ge=2)
     """Token budget of one forward pass; keep it on resume, rounding may depend on it."""
+    batching: Batching | None = None
+    """How sequences share a forward pass; None takes the first of `packed`, `padded`, `single` that
+    a proof at the start finds exact for the target."""
     max_failed_fraction: float = Field(default=0.05, ge=0.0, le=1.0)
     """Share of sequences that may fail (NaN states, no supervised pair, a template that refuses)
     before the exit code says so."""

@@ -3,7 +3,7 @@
 The bits are those of the numpy reference in `storage.encodings`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from storage.encodings import FP8_MAX, SMALLEST_SCALE, EncodedStates
+from storage.schema import LayerRecord
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,34 @@ def encode_states(encoding: str, states: Float[Tensor, "tokens hidden"]) -> Enco
     if encoding not in _ENCODERS:
         raise ValueError(f"unknown encoding {encoding!r}; expected one of {', '.join(_ENCODERS)}")
     return _ENCODERS[encoding](states)
+
+
+class EncodedBatch:
+    """Encoded states of a batch on the host, sequences end to end, all layers."""
+
+    def __init__(
+        self,
+        states: Mapping[str, Float[Tensor, "tokens hidden"]],
+        layers: Mapping[str, LayerRecord],
+    ):
+        """Encodes each layer once and copies it to the host."""
+        encoded = {name: encode_states(layers[name].encoding, states[name]) for name in layers}
+        self._is_finite = {name: each.is_finite.cpu().numpy() for name, each in encoded.items()}
+        self._encoded = {name: each.to_host() for name, each in encoded.items()}
+
+    def broken_layer(self, tokens: slice) -> str | None:
+        """The first layer with NaN or infinity in a range of tokens."""
+        broken = (name for name, each in self._is_finite.items() if not each[tokens].all())
+        return next(broken, None)
+
+    def of(self, tokens: slice) -> dict[str, EncodedStates]:
+        """The encoded states of a range of tokens by layer; views, nothing is copied."""
+        return {
+            name: EncodedStates(
+                each.data[tokens], None if each.scales is None else each.scales[tokens]
+            )
+            for name, each in self._encoded.items()
+        }
 
 
 def _encode_bf16(states: Float[Tensor, "tokens hidden"]) -> EncodedTensors:

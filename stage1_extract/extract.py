@@ -11,16 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Int32
 from numpy import ndarray
-from torch import Tensor
 
-from stage1_extract.batches import length_bucketed_batches
+from stage1_extract.batches import batches_for
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations
-from stage1_extract.encode import encode_states
+from stage1_extract.encode import EncodedBatch
 from stage1_extract.layers import captured_layers
-from stage1_extract.parity import check_parity
+from stage1_extract.parity import choose_batching
 from stage1_extract.preparation import (
     open_conversations,
     plan_new_conversations,
@@ -36,7 +35,6 @@ from stage1_extract.target_head import FACTS_FILE, head_files
 from stage1_extract.target_transformers import TransformersTarget, load_config, load_tokenizer
 from stage1_extract.work import unit_order
 from stage1_extract.worker_metrics import WorkerMetrics
-from storage.encodings import EncodedStates
 from storage.errors import StoreError
 from storage.reader import open_store
 from storage.schema import LayerRecord, UnitId
@@ -154,6 +152,8 @@ class Worker:
     def prove(self, units: Iterable[UnitId]) -> None:
         """Checks the states of a few sequences against plain forward passes; saves the head.
 
+        The longest sequence of the unit is among them, whole: windows and chunks show only there.
+
         Raises:
             ValueError: States or head follow no rule that stage 2 could rely on.
         """
@@ -161,7 +161,9 @@ class Worker:
             usable, _ = self.read_unit(unit)
             if usable:
                 proof = [each.token_ids[:_PROOF_TOKENS] for each in usable[:_PROOF_SEQUENCES]]
-                check_parity(self.target, proof, layers=list(self.layers))
+                proof.append(max(usable, key=lambda each: each.num_tokens).token_ids)
+                wanted = self.run.extract.batching
+                choose_batching(self.target, proof, layers=list(self.layers), wanted=wanted)
                 save_head(self.store, self.run, self.target, token_ids=proof[0])
                 return
 
@@ -176,8 +178,10 @@ class Worker:
         counts_before = self.metrics.counts.copy()
         with self.metrics.timed("tokenize"):
             sequences, unusable = self.read_unit(unit)
-        batches = length_bucketed_batches(
-            [each.num_tokens for each in sequences], batch_tokens=self.run.extract.batch_tokens
+        batches = batches_for(
+            self.target.batching,
+            [each.num_tokens for each in sequences],
+            batch_tokens=self.run.extract.batch_tokens,
         )
         pace = _Pace(sum(each.num_tokens for each in sequences))
         with self.store.start_shard(unit) as shard:
@@ -226,9 +230,13 @@ class Worker:
             states = self.target.hidden_states(
                 [each.token_ids for each in sequences], layers=list(self.layers)
             )
-        for sequence, states_by_layer in zip(sequences, states, strict=True):
-            with self.metrics.timed("encode"):
-                encoded, broken_layer = encode_layers(states_by_layer, self.layers)
+        with self.metrics.timed("encode"):
+            encoded = EncodedBatch(states, self.layers)
+        start = 0
+        for sequence in sequences:
+            tokens = slice(start, start + sequence.num_tokens)
+            start = tokens.stop
+            broken_layer = encoded.broken_layer(tokens)
             if broken_layer is not None:
                 self.skip(shard, {sequence.id: _not_finite(sequence, broken_layer)})
                 continue
@@ -239,7 +247,7 @@ class Worker:
                     token_ids=sequence.token_ids,
                     loss_mask=sequence.loss_mask,
                     greedy=sequence.greedy,
-                    states=encoded,
+                    states=encoded.of(tokens),
                 )
             self.metrics.count(sequence, num_bytes=shard.num_bytes - num_bytes_before)
         self.metrics.progress()
@@ -250,15 +258,6 @@ class Worker:
             shard.skip(sequence_id=sequence_id, reason=problem.reason)
             if self.metrics.count_skipped(problem) <= _SHOWN_OF_EACH_REASON:
                 print(f"skipped {problem}", file=sys.stderr, flush=True)
-
-
-def encode_layers(
-    states: Mapping[str, Float[Tensor, "tokens hidden"]], layers: Mapping[str, LayerRecord]
-) -> tuple[dict[str, EncodedStates], str | None]:
-    """States of one sequence as they are stored, and the name of a layer with NaN or infinity."""
-    encoded = {name: encode_states(layers[name].encoding, states[name]) for name in layers}
-    broken = (name for name, each in encoded.items() if not bool(each.is_finite.all()))
-    return {name: each.to_host() for name, each in encoded.items()}, next(broken, None)
 
 
 def save_head(

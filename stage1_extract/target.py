@@ -3,7 +3,7 @@
 A backend is one file with a class that has these few members and one entry in `BACKENDS`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from numpy import ndarray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from stage1_extract.config import TargetConfig
+from stage1_extract.config import Batching, TargetConfig
 from stage1_extract.embedded import embedded_target_dir, is_embedded
 
 
@@ -25,13 +25,17 @@ class Target(Protocol):
     tokenizer: PreTrainedTokenizerBase
     device: str
 
+    batching: Batching
+    """How sequences share a forward pass."""
+
     def hidden_states(
         self, token_ids: Sequence[Int32[ndarray, "_"]], *, layers: Sequence[str]
-    ) -> list[Mapping[str, Float[Tensor, "_ hidden"]]]:
-        """States of each sequence by layer name, as a forward pass of it alone would give them.
+    ) -> dict[str, Float[Tensor, "tokens hidden"]]:
+        """States by layer name, the sequences' tokens end to end.
 
-        Layer "9" is the output of decoder layer 9, Hugging Face's `hidden_states[10]`;
-        "lm_head_input" is the last layer's output after the final norm.
+        Each sequence's states are those that a forward pass of it alone would give. Layer "9" is
+        the output of decoder layer 9, Hugging Face's `hidden_states[10]`; "lm_head_input" is the
+        last layer's output after the final norm.
         """
         ...
 

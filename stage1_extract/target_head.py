@@ -103,8 +103,6 @@ def mask_token_id(target: TransformersTarget, *, num_rows: int) -> int | None:
 @torch.inference_mode()
 def _observe(target: TransformersTarget, token_ids: Int32[ndarray, "tokens"]) -> _Observed:
     seen: dict[str, Tensor] = {}
-    decoder_layers: Any = target.decoder.layers
-    norm: Any = target.decoder.norm
 
     def first_input(_: nn.Module, inputs: Any, keywords: Any) -> None:
         seen["embeddings"] = inputs[0] if inputs else keywords["hidden_states"]
@@ -113,8 +111,8 @@ def _observe(target: TransformersTarget, token_ids: Int32[ndarray, "tokens"]) ->
         seen["before_norm"], seen["lm_head_input"] = inputs[0], output
 
     handles = [
-        decoder_layers[0].register_forward_pre_hook(first_input, with_kwargs=True),
-        norm.register_forward_hook(around_norm),
+        target.decoder.layers[0].register_forward_pre_hook(first_input, with_kwargs=True),
+        target.decoder.norm.register_forward_hook(around_norm),
     ]
     batch = torch.as_tensor(token_ids, dtype=torch.long, device=target.device)[None]
     try:

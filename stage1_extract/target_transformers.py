@@ -1,12 +1,13 @@
 """The transformers backend: loads the target and reads hidden states with hooks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32, Int64
 from numpy import ndarray
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -21,12 +22,18 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from stage1_extract.config import TargetConfig
+from stage1_extract.config import Batching, TargetConfig
+from stage1_extract.packed_attention import PACKED_ATTENTION, packed_input
 from stage1_extract.target import resolve_target
 from storage.schema import LM_HEAD_INPUT
 
 # What loading raises for a folder that is not what it should be; anything else is a bug.
 _LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+
+
+# Where transformers' models keep their decoder layers and final norm.
+_LAYERS_NAMES = ("layers", "h")
+_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")
 
 
 class _ForwardDone(Exception):  # noqa: N818 - not an error: the layers above are not needed.
@@ -51,6 +58,8 @@ class TransformersTarget:
         """Type of the weights in the model's files, where its configuration names one."""
         self.config = model.config.get_text_config()
         self.decoder = find_decoder(model)
+        self.batching: Batching = "padded"
+        """How sequences share a forward pass; exact for every causal model unless proved better."""
 
     @classmethod
     def load(cls, config: TargetConfig, *, device: str = "cpu") -> "TransformersTarget":
@@ -87,27 +96,33 @@ class TransformersTarget:
     @torch.inference_mode()
     def hidden_states(
         self, token_ids: Sequence[Int32[ndarray, "_"]], *, layers: Sequence[str]
-    ) -> list[Mapping[str, Float[Tensor, "_ hidden"]]]:
-        """States of each sequence by layer name; see `Target.hidden_states`.
-
-        The sequences share one right-padded batch without a mask: in a causal model nothing before
-        the padding can see it, whatever kind of layers the model has.
-        """
-        lengths = [len(each) for each in token_ids]
-        batch = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-        for row, each in enumerate(token_ids):
-            batch[row, : len(each)] = torch.as_tensor(each)
+    ) -> dict[str, Float[Tensor, "tokens hidden"]]:
+        """States by layer name, the sequences' tokens end to end; see `Target.hidden_states`."""
+        if self.batching == "packed":
+            with self._attention(PACKED_ATTENTION), capture(self.decoder, layers) as captured:
+                self.decoder.module(**packed_input(token_ids, device=self.device), use_cache=False)
+            return {name: captured[name][0] for name in layers}
+        batch, is_real = padded_input(token_ids)
         with capture(self.decoder, layers) as captured:
-            self.decoder(input_ids=batch.to(self.device), use_cache=False)
-        return [
-            {name: captured[name][row, :length] for name in layers}
-            for row, length in enumerate(lengths)
-        ]
+            # No mask: in a causal model nothing before the padding on the right can see it.
+            self.decoder.module(input_ids=batch.to(self.device), use_cache=False)
+        is_real = is_real.to(self.device)
+        return {name: captured[name][is_real] for name in layers}
+
+    @contextmanager
+    def _attention(self, name: str) -> Iterator[None]:
+        """Switches the decoder's attention function for the block."""
+        own = self.config._attn_implementation
+        self.config._attn_implementation = name
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = own
 
     @torch.inference_mode()
     def plain_hidden_states(
         self, token_ids: Int32[ndarray, "tokens"], *, layers: Sequence[str]
-    ) -> Mapping[str, Float[Tensor, "tokens hidden"]]:
+    ) -> dict[str, Float[Tensor, "tokens hidden"]]:
         """States of one sequence from transformers' own `output_hidden_states`, without hooks.
 
         The slow path that proves the fast one. Its last entry is after the final norm, so the last
@@ -116,10 +131,13 @@ class TransformersTarget:
         batch = torch.as_tensor(token_ids, dtype=torch.long, device=self.device)[None]
         num_layers = self.config.num_hidden_layers
         before_norm: list[Tensor] = []
-        norm: Any = self.decoder.norm
-        handle = norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+        handle = self.decoder.norm.register_forward_pre_hook(
+            lambda _, inputs: before_norm.append(inputs[0])
+        )
         try:
-            output = self.decoder(input_ids=batch, use_cache=False, output_hidden_states=True)
+            output = self.decoder.module(
+                input_ids=batch, use_cache=False, output_hidden_states=True
+            )
         finally:
             handle.remove()
         entries = list(output.hidden_states)
@@ -129,8 +147,53 @@ class TransformersTarget:
         return {name: states[name] for name in layers}
 
 
+def padded_input(
+    token_ids: Sequence[Int32[ndarray, "_"]],
+) -> tuple[Int64[Tensor, "rows columns"], Bool[Tensor, "rows columns"]]:
+    """Sequences as rows filled up with zeros on the right, and where the real tokens are."""
+    lengths = torch.tensor([len(each) for each in token_ids])
+    is_real = torch.arange(int(lengths.max())) < lengths[:, None]
+    batch = torch.zeros(is_real.shape, dtype=torch.long)
+    batch[is_real] = torch.cat([torch.as_tensor(each, dtype=torch.long) for each in token_ids])
+    return batch, is_real
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The stack of decoder layers inside a model."""
+
+    module: nn.Module
+    """From token ids to final states."""
+    layers: nn.ModuleList
+    norm: nn.Module
+    """The final norm."""
+
+
+def find_decoder(model: PreTrainedModel) -> Decoder:
+    """The stack of decoder layers inside a model, through multimodal wrappers.
+
+    Raises:
+        ValueError: The model has no such stack with a final norm.
+    """
+    decoder = model.get_decoder()
+    for module in (decoder, getattr(decoder, "language_model", None)):
+        layers = _first_attribute(module, _LAYERS_NAMES)
+        norm = _first_attribute(module, _NORM_NAMES)
+        if isinstance(layers, nn.ModuleList) and isinstance(norm, nn.Module):
+            assert isinstance(module, nn.Module)
+            return Decoder(module, layers, norm)
+    raise ValueError(
+        f"target.model: {type(model).__name__} has no decoder layers with a final norm where one"
+        " looks for them; its hidden states cannot be read"
+    )
+
+
+def _first_attribute(module: object, names: Sequence[str]) -> object:
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
 @contextmanager
-def capture(decoder: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+def capture(decoder: Decoder, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """Collects states by layer name from forward passes inside the block.
 
     A pass stops after the highest captured layer; the final norm runs only for "lm_head_input".
@@ -147,16 +210,14 @@ def capture(decoder: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Ten
 
         return hook
 
-    decoder_layers: Any = decoder.layers
     handles = [
-        decoder_layers[layer_id].register_forward_hook(
+        decoder.layers[layer_id].register_forward_hook(
             keep(str(layer_id), then_stop=layer_id == last)
         )
         for layer_id in ids
     ]
     if LM_HEAD_INPUT in layers:
-        norm: Any = decoder.norm
-        handles.append(norm.register_forward_hook(keep(LM_HEAD_INPUT, then_stop=False)))
+        handles.append(decoder.norm.register_forward_hook(keep(LM_HEAD_INPUT, then_stop=False)))
     try:
         yield captured
     except _ForwardDone:
@@ -164,25 +225,6 @@ def capture(decoder: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Ten
     finally:
         for handle in handles:
             handle.remove()
-
-
-def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """The stack of decoder layers inside a model, through multimodal wrappers.
-
-    Raises:
-        ValueError: The model has no such stack with `layers` and a final `norm`.
-    """
-    decoder = model.get_decoder()
-    for candidate in (decoder, getattr(decoder, "language_model", None)):
-        if isinstance(getattr(candidate, "layers", None), nn.ModuleList) and isinstance(
-            getattr(candidate, "norm", None), nn.Module
-        ):
-            assert isinstance(candidate, nn.Module)
-            return candidate
-    raise ValueError(
-        f"target.model: {type(model).__name__} has no decoder with `layers` and a final `norm`;"
-        " its hidden states cannot be read"
-    )
 
 
 def load_config(config: TargetConfig) -> PretrainedConfig:

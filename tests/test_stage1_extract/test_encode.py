@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from stage1_extract.encode import encode_states
+from stage1_extract.encode import EncodedBatch, encode_states
 from storage.encodings import ENCODINGS, encode
+from storage.schema import LayerRecord
 
 # Limits of the formats: subnormals of e4m3, ties, the largest values, zero of both signs.
 EDGES = [0.0, -0.0, 1.0, 447.9, 448.0, 449.0, 0.0009765625, 0.00146484375, 1e-30, 3e4, -1e5]
@@ -73,3 +74,21 @@ def test_a_value_that_overflows_bf16_is_flagged() -> None:
 def test_an_unknown_encoding_lists_the_known() -> None:
     with pytest.raises(ValueError, match="expected one of bf16, fp8"):
         encode_states("int3", states())
+
+
+def test_a_batch_is_cut_into_its_sequences() -> None:
+    layers = {
+        "3": LayerRecord(name="3", encoding="fp8", hidden_size=48),
+        "9": LayerRecord(name="9", encoding="bf16", hidden_size=48),
+    }
+    values = {"3": states(seed=3), "9": states(seed=9)}
+    values["9"][4, 0] = torch.nan
+    batch = EncodedBatch(values, layers)
+    assert batch.broken_layer(slice(0, 4)) is None
+    assert batch.broken_layer(slice(3, 5)) == "9"
+    for name, record in layers.items():
+        expected = encode(record.encoding, values[name][1:4].numpy())
+        found = batch.of(slice(1, 4))[name]
+        np.testing.assert_array_equal(found.data, expected.data)
+        if expected.scales is not None:
+            np.testing.assert_array_equal(found.scales, expected.scales)

@@ -287,9 +287,10 @@ def test_nan_is_named_skipped_and_never_stored(
     @torch.inference_mode()
     def poisoned(self: Any, token_ids: Any, **keywords: Any) -> Any:
         states = right(self, token_ids, **keywords)
-        for each in states:
-            if len(each["2"]) < 35:
-                each["2"][3, 5] = torch.nan
+        ends = np.cumsum([len(each) for each in token_ids])
+        for each, end in zip(token_ids, ends, strict=True):
+            if len(each) < 35:
+                states["2"][end - 1, 5] = torch.nan
         return states
 
     monkeypatch.setattr(extract.Worker, "prove", lambda *_: None)
@@ -310,7 +311,7 @@ def test_wrong_states_stop_before_anything_is_stored(
 
     def off_by_one(self: Any, token_ids: Any, *, layers: Any) -> Any:
         states = right(self, token_ids, layers=["1", "3"])
-        return [{"0": each["1"], "2": each["3"]} for each in states]
+        return {"0": states["1"], "2": states["3"]}
 
     monkeypatch.setattr(TransformersTarget, "hidden_states", off_by_one)
     with pytest.raises(ValueError, match="differ from a plain forward pass"):
@@ -362,7 +363,7 @@ def test_another_target_is_refused(make_run: MakeRun) -> None:
 @pytest.mark.parametrize("store", [{"target_layer_ids": (0, 3)}, {"encoding": "fp8"}])
 def test_other_layers_or_encodings_are_refused(make_run: MakeRun, store: dict[str, Any]) -> None:
     prepare_store(make_run())
-    with pytest.raises(StoreError, match="use another store folder"):
+    with pytest.raises(StoreError, match="use another"):
         prepare_store(make_run(store=store))
 
 

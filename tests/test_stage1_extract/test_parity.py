@@ -1,6 +1,6 @@
 """Parity: right states pass, states of another layer, row or position do not."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from stage1_extract.config import TargetConfig
-from stage1_extract.parity import check_parity, relative_difference
+from stage1_extract import target_transformers
+from stage1_extract.config import Batching, TargetConfig
+from stage1_extract.parity import (
+    ParityError,
+    check_parity,
+    choose_batching,
+    relative_difference,
+)
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
 
@@ -17,7 +23,7 @@ LAYERS = ["1", "2"]
 SEQUENCES = [
     np.arange(start, start + length, dtype=np.int32) for start, length in ((3, 9), (50, 20))
 ]
-States = list[Mapping[str, Tensor]]
+States = dict[str, Tensor]
 
 
 @pytest.fixture
@@ -27,40 +33,107 @@ def target(target_folder: Callable[..., Path]) -> TransformersTarget:
     return loaded
 
 
-def test_right_states_pass(target: TransformersTarget) -> None:
+@pytest.mark.parametrize("batching", ["packed", "padded", "single"])
+def test_right_states_pass(target: TransformersTarget, batching: Batching) -> None:
+    target.batching = batching
     assert check_parity(target, SEQUENCES, layers=LAYERS) < 1e-4
 
 
 def wrong_layer(states: States) -> States:
-    return [{"1": each["2"], "2": each["2"]} for each in states]
+    return {"1": states["2"], "2": states["2"]}
 
 
-def wrong_row(states: States) -> States:
-    return [{name: states[-1][name][: len(each[name])] for name in LAYERS} for each in states]
+def wrong_sequence(states: States) -> States:
+    return {name: each.flip(0) for name, each in states.items()}
 
 
 def wrong_position(states: States) -> States:
-    return [{name: each[name].roll(1, dims=0) for name in LAYERS} for each in states]
+    return {name: each.roll(1, dims=0) for name, each in states.items()}
 
 
 def broken(states: States) -> States:
-    return [{name: each[name] * torch.nan for name in LAYERS} for each in states]
+    return {name: each * torch.nan for name, each in states.items()}
 
 
-@pytest.mark.parametrize("fault", [wrong_layer, wrong_row, wrong_position, broken])
-def test_wrong_states_stop_extraction(
+FAULTS = [wrong_layer, wrong_sequence, wrong_position, broken]
+
+
+def make_faulty(
     target: TransformersTarget,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[States], States],
+    *,
+    ways: Sequence[Batching] = ("packed", "padded", "single"),
 ) -> None:
     right = target.hidden_states
 
     def wrong(token_ids: Sequence[np.ndarray], *, layers: Sequence[str]) -> States:
-        return fault(right(token_ids, layers=layers))
+        states = right(token_ids, layers=layers)
+        return fault(states) if target.batching in ways else states
 
     monkeypatch.setattr(target, "hidden_states", wrong)
-    with pytest.raises(ValueError, match="differ from a plain forward pass"):
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_states_are_noticed(
+    target: TransformersTarget,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[States], States],
+) -> None:
+    make_faulty(target, monkeypatch, fault)
+    with pytest.raises(ParityError, match="differ from a plain forward pass"):
         check_parity(target, SEQUENCES, layers=LAYERS)
+
+
+def test_packing_is_taken_where_it_is_exact(target: TransformersTarget) -> None:
+    assert choose_batching(target, SEQUENCES, layers=LAYERS) == "packed"
+    assert target.batching == "packed"
+
+
+@pytest.mark.parametrize(
+    ("faulty_ways", "chosen"), [(["packed"], "padded"), (["packed", "padded"], "single")]
+)
+def test_what_is_not_exact_is_not_taken(
+    target: TransformersTarget,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    faulty_ways: list[Batching],
+    chosen: Batching,
+) -> None:
+    make_faulty(target, monkeypatch, wrong_position, ways=faulty_ways)
+    assert choose_batching(target, SEQUENCES, layers=LAYERS) == chosen
+    assert "packed batches do not suit this target" in capsys.readouterr().err
+
+
+def test_a_way_that_was_asked_for_is_not_replaced(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_faulty(target, monkeypatch, wrong_position, ways=["packed"])
+    with pytest.raises(ParityError, match="in packed batches"):
+        choose_batching(target, SEQUENCES, layers=LAYERS, wanted="packed")
+
+
+def test_when_nothing_is_exact_nothing_is_stored(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_faulty(target, monkeypatch, wrong_layer)
+    with pytest.raises(ParityError, match="in single batches"):
+        choose_batching(target, SEQUENCES, layers=LAYERS)
+
+
+def test_packed_sequences_that_see_each_other_are_noticed(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One boundary forgotten: the second sequence looks into the first."""
+    right = target_transformers.packed_input
+
+    def without_boundary(token_ids: Sequence[np.ndarray], *, device: str) -> dict[str, object]:
+        arguments = right(token_ids, device=device)
+        ends = arguments["cu_seq_lens_q"][[0, -1]]
+        return arguments | {"cu_seq_lens_q": ends, "max_length_q": int(ends[-1])}
+
+    monkeypatch.setattr(target_transformers, "packed_input", without_boundary)
+    assert choose_batching(target, SEQUENCES, layers=LAYERS) == "padded"
 
 
 def test_the_difference_is_that_of_the_worst_token() -> None:

@@ -37,26 +37,33 @@ def plain_forward(target: Any, sequence: np.ndarray) -> Any:
     return target.model(input_ids=batch, output_hidden_states=True, use_cache=False)
 
 
+@pytest.mark.parametrize("batching", ["packed", "padded"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layer_i_is_hidden_state_i_plus_1(target_folder: TargetFolder, kind: str) -> None:
+def test_layer_i_is_hidden_state_i_plus_1(
+    target_folder: TargetFolder, kind: str, batching: str
+) -> None:
     target = load(target_folder(kind))
+    target.batching = batching
     sequences = token_ids(*LENGTHS)
     states = target.hidden_states(sequences, layers=["0", "1", "2", LM_HEAD_INPUT])
-    for sequence, by_layer in zip(sequences, states, strict=True):
+    start = 0
+    for sequence in sequences:
+        tokens = slice(start, start + len(sequence))
+        start = tokens.stop
         expected = plain_forward(target, sequence).hidden_states
-        for layer_id in (0, 1, 2):
-            torch.testing.assert_close(
-                by_layer[str(layer_id)], expected[layer_id + 1][0], rtol=1e-4, atol=1e-5
-            )
         # Hugging Face's last entry is after the final norm.
-        torch.testing.assert_close(by_layer[LM_HEAD_INPUT], expected[4][0], rtol=1e-4, atol=1e-5)
+        for name, entry in (("0", 1), ("1", 2), ("2", 3), (LM_HEAD_INPUT, 4)):
+            torch.testing.assert_close(
+                states[name][tokens], expected[entry][0], rtol=1e-4, atol=1e-5
+            )
+    assert all(len(each) == sum(LENGTHS) for each in states.values())
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_layers_off_by_one_would_be_noticed(target_folder: TargetFolder, shift: int) -> None:
     target = load(target_folder("llama"))
     (sequence,) = token_ids(20)
-    (states,) = target.hidden_states([sequence], layers=["1"])
+    states = target.hidden_states([sequence], layers=["1"])
     shifted = plain_forward(target, sequence).hidden_states[1 + 1 + shift][0]
     difference = (states["1"] - shifted).norm() / shifted.norm()
     assert difference > 0.1
@@ -64,7 +71,7 @@ def test_layers_off_by_one_would_be_noticed(target_folder: TargetFolder, shift: 
 
 def test_the_last_decoder_layer_is_before_the_norm(target_folder: TargetFolder) -> None:
     target = load(target_folder("llama"))
-    (states,) = target.hidden_states(token_ids(9), layers=["3", LM_HEAD_INPUT])
+    states = target.hidden_states(token_ids(9), layers=["3", LM_HEAD_INPUT])
     torch.testing.assert_close(target.decoder.norm(states["3"]), states[LM_HEAD_INPUT])
     assert not torch.allclose(states["3"], states[LM_HEAD_INPUT], rtol=0.1)
 
@@ -74,7 +81,7 @@ def test_the_slow_path_agrees(target_folder: TargetFolder, kind: str) -> None:
     target = load(target_folder(kind))
     (sequence,) = token_ids(20)
     layers = ["0", "3", LM_HEAD_INPUT]
-    (states,) = target.hidden_states([sequence], layers=layers)
+    states = target.hidden_states([sequence], layers=layers)
     expected = target.plain_hidden_states(sequence, layers=layers)
     for name in layers:
         torch.testing.assert_close(states[name], expected[name], rtol=1e-4, atol=1e-5)
@@ -91,7 +98,7 @@ def test_layers_above_the_highest_captured_do_not_run(
     monkeypatch.setattr(target.decoder.layers[2], "forward", must_not_run)
     monkeypatch.setattr(target.decoder.norm, "forward", must_not_run)
     states = target.hidden_states(token_ids(6), layers=["0", "1"])
-    assert set(states[0]) == {"0", "1"}
+    assert set(states) == {"0", "1"}
 
 
 def test_no_hook_stays_behind(target_folder: TargetFolder) -> None:
@@ -104,7 +111,7 @@ def test_no_hook_stays_behind(target_folder: TargetFolder) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_arithmetic_type_is_the_settings(target_folder: TargetFolder, dtype: str) -> None:
     target = load(target_folder("llama"), dtype=dtype)
-    (states,) = target.hidden_states(token_ids(6), layers=["1"])
+    states = target.hidden_states(token_ids(6), layers=["1"])
     assert states["1"].dtype == getattr(torch, dtype)
     assert target.published_dtype == torch.float32
 
