@@ -214,8 +214,9 @@ def biased_attention(
     """
     num_heads, num_queries, head_dim = queries.shape
     grouped = queries.reshape(len(keys), -1, head_dim)
-    scores = (grouped @ keys.transpose(1, 2)).unflatten(1, (-1, num_queries)) + bias
-    return (scores.softmax(dim=-1).flatten(1, 2) @ values).view(num_heads, num_queries, head_dim)
+    products = (grouped @ keys.transpose(1, 2)).view(len(keys), -1, num_queries, keys.shape[1])
+    weights = torch.softmax(products + bias, dim=-1).flatten(1, 2)
+    return (weights @ values).view(num_heads, num_queries, head_dim)
 
 
 def make_decoding_attend(rules: Sequence[AttentionRule]) -> Attend:

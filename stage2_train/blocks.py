@@ -60,7 +60,8 @@ def random_generator(*parts: object) -> np.random.Generator:
 
 def eligible_anchors(loss_mask: Bool[np.ndarray, "tokens"]) -> Int64[np.ndarray, "anchors"]:
     """Gives the positions that are supervised and whose next position is supervised too."""
-    return np.flatnonzero(loss_mask[:-1] & loss_mask[1:]).astype(np.int64)
+    anchors: np.ndarray = np.flatnonzero(loss_mask[:-1] & loss_mask[1:])
+    return anchors.astype(np.int64)
 
 
 def share_anchors(

@@ -75,7 +75,7 @@ class DrafterAttention(nn.Module):
         return rotate(self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2), rotation)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))
+        return cast(Tensor, projected.unflatten(-1, (-1, self.head_dim)))
 
 
 class DrafterMlp(nn.Module):

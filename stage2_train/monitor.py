@@ -29,7 +29,7 @@ class Monitor:
 
         self.metrics_path = drafter_dir / "metrics.jsonl"
         forget_after(self.metrics_path, step=first_step)
-        self.tensorboard = SummaryWriter(  # type: ignore[no-untyped-call]
+        self.tensorboard = SummaryWriter(
             str(drafter_dir / "tensorboard"), purge_step=first_step + 1
         )
         self.device = device
@@ -101,15 +101,13 @@ class Monitor:
 
     def close(self) -> None:
         """Flushes what is pending."""
-        self.tensorboard.close()  # type: ignore[no-untyped-call]
+        self.tensorboard.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         for name, value in scalars(record).items():
-            self.tensorboard.add_scalar(  # type: ignore[no-untyped-call]
-                f"{record['kind']}/{name}", value, record["step"]
-            )
+            self.tensorboard.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
 
 class _Pause:
@@ -125,7 +123,8 @@ class _Pause:
 
 def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
     """Gives the line a person reads: what is learned, how fast, and what holds it up."""
-    offsets = " ".join(f"{value:.2f}".removeprefix("0") for value in record["accuracy_by_offset"][:4])
+    first_offsets = record["accuracy_by_offset"][:4]
+    offsets = " ".join(f"{value:.2f}".removeprefix("0") for value in first_offsets)
     line = (
         f"step {record['step']}/{total_steps} {record['step_s'] * 1e3:.0f}ms "
         f"loss {record['loss']:.3f} acc {offsets} "

@@ -1,6 +1,6 @@
 """RMSNorm: torch's own, and one whose gradient takes a CPU a quarter of the time."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -27,7 +27,7 @@ class _FewPasses(torch.autograd.Function):
         scale = (norm.square_() / hidden.shape[-1]).add_(eps).rsqrt_()
         normed = (wide * scale).to(hidden.dtype)
         ctx.save_for_backward(normed, weight, scale)
-        return normed * weight
+        return cast(Tensor, normed * weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -13,7 +13,7 @@ from stage2_train.attention import (
     segments_of,
 )
 from stage2_train.collate import EncodedLayer, PackedBatch
-from stage2_train.decode import decode_layer
+from stage2_train.decode import LayerDecoder, decode_layer
 from stage2_train.drafter import Attend, Drafter, DrafterArchitecture
 from stage2_train.loss import HeadLoss, head_cross_entropy
 from stage2_train.metrics import BlockSums, block_sums
@@ -25,7 +25,7 @@ def batch_loss(
     batch: PackedBatch,
     *,
     head: TargetHead,
-    encodings: Sequence[str],
+    decoders: Sequence[LayerDecoder],
     chunk_rows: int,
     weight_sum: float | None = None,
 ) -> tuple[HeadLoss, BlockSums]:
@@ -35,12 +35,12 @@ def batch_loss(
         drafter: the drafter, of the type the step computes in.
         batch: the batch, on the drafter's device.
         head: the target's head, of the drafter's type and device.
-        encodings: encoding of each of the batch's layers.
+        decoders: how each of the batch's layers is stored.
         chunk_rows: rows whose logits exist at once.
         weight_sum: what the row weights are divided by; None takes the batch's own sum.
     """
     architecture = drafter.architecture
-    hidden = draft_blocks(drafter, batch, head=head, encodings=encodings)
+    hidden = draft_blocks(drafter, batch, head=head, decoders=decoders)
     normaliser = batch.weight_sum if weight_sum is None else weight_sum
     result = head_cross_entropy(
         # Offset 0 and labels that do not count are dropped here: the head never sees them.
@@ -62,12 +62,12 @@ def batch_loss(
 
 
 def draft_blocks(
-    drafter: Drafter, batch: PackedBatch, *, head: TargetHead, encodings: Sequence[str]
+    drafter: Drafter, batch: PackedBatch, *, head: TargetHead, decoders: Sequence[LayerDecoder]
 ) -> Float[Tensor, "queries hidden"]:
     """Gives the drafter's normed hidden state of every block token of a batch."""
     weight = drafter.fc.weight
     features = decode_features(
-        batch.layers, encodings, hidden_size=weight.shape[0], dtype=weight.dtype
+        batch.layers, decoders, hidden_size=weight.shape[0], dtype=weight.dtype
     )
     context = drafter.context_key_values(features[None], batch.positions[None])
     drafted: Tensor = drafter(
@@ -81,7 +81,7 @@ def draft_blocks(
 
 def decode_features(
     layers: Sequence[EncodedLayer],
-    encodings: Sequence[str],
+    decoders: Sequence[LayerDecoder],
     *,
     hidden_size: int,
     dtype: torch.dtype,
@@ -89,10 +89,9 @@ def decode_features(
     """Decodes the layers side by side, as `fc` reads them."""
     data = layers[0].data
     features = torch.empty(len(data), len(layers) * hidden_size, dtype=dtype, device=data.device)
-    for layer, encoding, out in zip(
-        layers, encodings, features.split(hidden_size, dim=1), strict=True
-    ):
-        decode_layer(encoding, layer.data, layer.scales, out=out)
+    for number, (layer, decoder) in enumerate(zip(layers, decoders, strict=True)):
+        out = features[:, number * hidden_size : (number + 1) * hidden_size]
+        decode_layer(decoder, layer.data, layer.scales, out=out)
     return features
 
 

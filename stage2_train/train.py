@@ -25,6 +25,7 @@ from stage2_train.collate import PackedBatch
 from stage2_train.compile import Evidence
 from stage2_train.config import DrafterRun
 from stage2_train.data import BatchMaker, make_batch_maker, plan_epoch, wait_for_store
+from stage2_train.decode import LayerDecoder, layer_decoders
 from stage2_train.device import choose_device, choose_dtype
 from stage2_train.drafter import Drafter, initialize
 from stage2_train.export import load_any_drafter
@@ -78,7 +79,7 @@ class Training:
     optimizer: MasterAdamW
     monitor: Monitor
     head: TargetHead
-    encodings: tuple[str, ...]
+    decoders: tuple[LayerDecoder, ...]
     batches: BatchMaker
     evidence: Evidence
     validation: dict[str, Any]
@@ -134,10 +135,10 @@ class Training:
             self.drafter,
             batch,
             head=self.head,
-            encodings=self.encodings,
+            decoders=self.decoders,
             chunk_rows=self.run.train.loss.chunk_rows,
         )
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        result.loss.backward()
         self.evidence.add_step(is_compiled=False)
         return sums, self.optimizer.step(rate)
 
@@ -148,7 +149,7 @@ class Training:
                 self.drafter,
                 snapshot,
                 head=self.head,
-                encodings=self.encodings,
+                decoders=self.decoders,
                 batches=self.batches,
                 num_sequences=self.run.train.validation_sequences,
                 chunk_rows=self.run.train.loss.chunk_rows,
@@ -201,7 +202,7 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
             block_size=architecture.block_size,
         ),
         head=head.to(device, dtype),
-        encodings=tuple(store.layers[name].encoding for name in batches.layer_names),
+        decoders=layer_decoders(store.layers, batches.layer_names, device),
         batches=batches,
         evidence=Evidence(is_compiling_wanted=False),
         validation={},

@@ -1,28 +1,23 @@
 """Validation in the training process: loss and exact greedy acceptance on held-out sequences."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 
-from stage2_train.acceptance import accepted_by_offset, mean_acceptance_length
 from stage2_train.batches import draw_window, pack
-from stage2_train.collate import pack_layer
-from stage2_train.data import READ_THREADS, BatchMaker
+from stage2_train.data import BatchMaker
+from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
 from stage2_train.metrics import summarize, total
-from stage2_train.step import batch_loss, decode_features
+from stage2_train.step import batch_loss
 from stage2_train.target_head import TargetHead
-from stage2_train.walk import WalkSequence, walk
-from storage.reader import SequenceStates, Snapshot
+from stage2_train.walk import Walk, walk_store
+from storage.reader import Snapshot
 from storage.schema import hash_id
-from storage.stream import read_ahead
 
-# Sequences walked together: bounds the memory of a validation.
-WALK_GROUP = 16
 # Anchors of a validation are the same at every step, so that its losses can be compared.
 VALIDATION_EPOCH = 0
 
@@ -43,7 +38,7 @@ def validate(
     snapshot: Snapshot,
     *,
     head: TargetHead,
-    encodings: Sequence[str],
+    decoders: Sequence[LayerDecoder],
     batches: BatchMaker,
     num_sequences: int,
     chunk_rows: int,
@@ -65,71 +60,19 @@ def validate(
     )
     planned = list(pack(windows, batch_tokens=batches.batch_tokens))
     sums = total(
-        batch_loss(drafter, batch, head=head, encodings=encodings, chunk_rows=chunk_rows)[1]
+        batch_loss(drafter, batch, head=head, decoders=decoders, chunk_rows=chunk_rows)[1]
         for batch in batches.batches(snapshot, planned, epoch=VALIDATION_EPOCH)
     )
-    greedy = [index for index in chosen.tolist() if snapshot.greedy[index]]
-    return summarize(sums) | walked_acceptance(
-        drafter,
-        snapshot,
-        greedy,
-        head=head,
-        encodings=encodings,
-        layer_names=batches.layer_names,
-    )
+    return summarize(sums) | walk_summary(walk_store(drafter, head, snapshot, chosen.tolist()))
 
 
-def walked_acceptance(
-    drafter: Drafter,
-    snapshot: Snapshot,
-    indices: Sequence[int],
-    *,
-    head: TargetHead,
-    encodings: Sequence[str],
-    layer_names: Sequence[str],
-) -> dict[str, Any]:
-    """Gives the exact greedy acceptance on the target's own greedy answers, by the walk."""
-    lengths: list[list[int]] = []
-    for group in _read_groups(snapshot, indices, layer_names):
-        sequences = [_walk_sequence(drafter, sequence, encodings) for sequence in group]
-        lengths += walk(drafter, head, sequences).acceptance_lengths
-    if not any(lengths):
+def walk_summary(walked: Walk) -> dict[str, Any]:
+    """Gives what a walk found; empty where no held-out answer is greedy."""
+    num_walked = sum(1 for lengths in walked.acceptance_lengths if lengths)
+    if num_walked == 0:
         return {}
-    block_size = drafter.architecture.block_size
     return {
-        "acceptance_length": mean_acceptance_length(lengths),
-        "accepted_by_offset": accepted_by_offset(lengths, block_size=block_size),
-        "num_walked": sum(1 for blocks in lengths if blocks),
+        "acceptance_length": walked.acceptance_length,
+        "accepted_by_offset": walked.accepted_by_offset,
+        "num_walked": num_walked,
     }
-
-
-def last_answer(loss_mask: Bool[np.ndarray, "tokens"]) -> tuple[int, int]:
-    """Gives the first token of the last supervised stretch, and the token after its end."""
-    supervised = np.flatnonzero(loss_mask)
-    stop = int(supervised[-1]) + 1
-    before = np.flatnonzero(~loss_mask[:stop])
-    return (int(before[-1]) + 1 if len(before) else 0), stop
-
-
-def _read_groups(
-    snapshot: Snapshot, indices: Sequence[int], layer_names: Sequence[str]
-) -> Iterator[list[SequenceStates]]:
-    groups = [indices[start : start + WALK_GROUP] for start in range(0, len(indices), WALK_GROUP)]
-    reading = read_ahead(snapshot, groups, layers=layer_names, num_threads=READ_THREADS)
-    with closing(reading):  # type: ignore[type-var]
-        yield from reading
-
-
-def _walk_sequence(
-    drafter: Drafter, sequence: SequenceStates, encodings: Sequence[str]
-) -> WalkSequence:
-    start, stop = last_answer(sequence.loss_mask)
-    weight = drafter.fc.weight
-    layers = [
-        pack_layer([encoded], num_tokens=len(sequence.token_ids)).to(weight.device)
-        for encoded in sequence.states.values()
-    ]
-    states = decode_features(layers, encodings, hidden_size=weight.shape[0], dtype=weight.dtype)
-    return WalkSequence(
-        token_ids=sequence.token_ids[:stop].tolist(), answer_start=start, states=states[:stop]
-    )

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from stage2_train.acceptance import accept_greedy, accepted_by_offset, mean_acceptance_length
-from stage2_train.decode import decode_layer
+from stage2_train.decode import LayerDecoder, decode_layer, layer_decoders
 from stage2_train.draft import ContextCache, draft_logits, head_of
 from stage2_train.drafter import Drafter
 from stage2_train.target_head import TargetHead
@@ -82,7 +82,7 @@ def walk_store(
     """
     records = snapshot.store.layers
     names = [str(layer_id) for layer_id in drafter.architecture.target_layer_ids]
-    encodings = [records[name].encoding for name in names]
+    decoders = layer_decoders(records, names, drafter.fc.weight.device)
     lengths: list[list[int]] = []
     group: list[WalkSequence] = []
     for index in indices:
@@ -90,7 +90,7 @@ def walk_store(
             continue
         stored = snapshot.read(int(index), layers=names)
         states = decode_states(
-            [stored.states[name] for name in names], encodings, like=drafter.fc.weight
+            [stored.states[name] for name in names], decoders, like=drafter.fc.weight
         )
         group += stored_answers(stored, states)
         if sum(sequence.num_tokens for sequence in group) >= batch_tokens:
@@ -120,16 +120,16 @@ def supervised_runs(loss_mask: Bool[np.ndarray, "tokens"]) -> list[tuple[int, in
 
 
 def decode_states(
-    layers: Sequence[EncodedStates], encodings: Sequence[str], *, like: Tensor
+    layers: Sequence[EncodedStates], decoders: Sequence[LayerDecoder], *, like: Tensor
 ) -> Float[Tensor, "tokens features"]:
     """Gives one sequence's stored layers side by side, in the type and place of `like`."""
     num_tokens = len(layers[0].data)
     width = like.shape[0]
     states = like.new_empty((num_tokens, width * len(layers)))
-    for number, (layer, encoding) in enumerate(zip(layers, encodings, strict=True)):
+    for number, (layer, decoder) in enumerate(zip(layers, decoders, strict=True)):
         scales = None if layer.scales is None else torch.from_numpy(layer.scales).to(like.device)
         decode_layer(
-            encoding,
+            decoder,
             torch.from_numpy(layer.data).to(like.device),
             scales,
             out=states[:, number * width : (number + 1) * width],

@@ -25,6 +25,7 @@ from stage2_train.blocks import (
 from stage2_train.collate import PackedBatch, batch_of, collate, pack_layer
 from stage2_train.config import TrainConfig
 from stage2_train.data import make_batch_maker
+from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter, initialize
 from stage2_train.step import (
     batch_loss,
@@ -38,6 +39,7 @@ from storage.encodings import EncodedStates, encode
 from storage.reader import SequenceStates, open_store
 
 LAYER_NAMES, ENCODINGS = ("1", "2"), ("bf16", "fp8")
+DECODERS = tuple(LayerDecoder(encoding=encoding) for encoding in ENCODINGS)
 BLOCK_SIZE = 5
 WEIGHTS = offset_weights(BLOCK_SIZE)
 
@@ -116,7 +118,7 @@ def make_batch(
 
 @torch.no_grad()
 def drafted(drafter: Drafter, head: TargetHead, batch: PackedBatch) -> torch.Tensor:
-    hidden = draft_blocks(drafter, batch, head=head, encodings=ENCODINGS)
+    hidden = draft_blocks(drafter, batch, head=head, decoders=DECODERS)
     return hidden.unflatten(0, (-1, BLOCK_SIZE))
 
 
@@ -239,7 +241,7 @@ def check_that_features_are_the_named_layers(store_dir, architecture) -> None:
     snapshot = store.snapshot()
     window = Window(sequence_index=2, start=0, stop=int(snapshot.num_tokens[2]))
     (batch,) = maker.batches(snapshot, [[window]], epoch=0)
-    features = decode_features(batch.layers, ("bf16", "fp8"), hidden_size=32, dtype=torch.float32)
+    features = decode_features(batch.layers, DECODERS, hidden_size=32, dtype=torch.float32)
     sequence = store.sequence(snapshot.sequence_id(2))
     expected = torch.from_numpy(sequence.hidden_states(layers=["1", "4"])).flatten(1)
     assert torch.equal(features[: window.stop], expected)
@@ -297,7 +299,7 @@ def batch_at_all_anchors(
 def test_packing_changes_no_sequences_loss(drafter, head):
     def losses(sequences, **budget):
         batch = batch_at_all_anchors(sequences, **budget)
-        return batch_loss(drafter, batch, head=head, encodings=ENCODINGS, chunk_rows=16)[0].row_loss
+        return batch_loss(drafter, batch, head=head, decoders=DECODERS, chunk_rows=16)[0].row_loss
 
     packed = losses(SEQUENCES, batch_tokens=70, num_anchors=50)
     alone = [losses([s], batch_tokens=30, num_anchors=30) for s in SEQUENCES]
@@ -314,7 +316,7 @@ def test_gradients_of_a_pack_are_the_weighted_sum_of_its_sequences(drafter, head
             drafter,
             batch,
             head=head,
-            encodings=ENCODINGS,
+            decoders=DECODERS,
             chunk_rows=16,
             weight_sum=weight_sum or batch.weight_sum,
         )
@@ -344,7 +346,7 @@ def test_a_block_drafts_what_decoding_would(drafter, head):
     """Training and decoding are one drafter: same hidden states at the same anchor."""
     batch = make_batch([SEQUENCES[1]], batch_tokens=25, num_anchors=6)
     trained = drafted(drafter, head, batch)
-    features = decode_features(batch.layers, ENCODINGS, hidden_size=32, dtype=torch.float64)
+    features = decode_features(batch.layers, DECODERS, hidden_size=32, dtype=torch.float64)
     for block in range(6):
         anchor = int(batch.context_stop[block])
         tokens = batch.block_token_ids.unflatten(0, (-1, BLOCK_SIZE))[block]
@@ -364,7 +366,7 @@ def test_a_block_drafts_what_decoding_would(drafter, head):
 def test_a_batch_without_labels_has_no_loss_and_no_gradient(drafter, head):
     silent = replace_part(SEQUENCES[0], loss_mask=np.zeros(17, np.bool_))
     batch = make_batch([silent])
-    result, sums = batch_loss(drafter, batch, head=head, encodings=ENCODINGS, chunk_rows=16)
+    result, sums = batch_loss(drafter, batch, head=head, decoders=DECODERS, chunk_rows=16)
     result.loss.backward()
     assert result.loss == 0
     assert sums.num_rows.sum() == 0

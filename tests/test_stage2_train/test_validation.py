@@ -4,6 +4,7 @@ import torch
 
 from stage2_train.config import TrainConfig
 from stage2_train.data import make_batch_maker
+from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
 from stage2_train.target_head import load_target_head
 from stage2_train.validation import held_out_sequences, validate
@@ -28,7 +29,7 @@ def test_validation_repeats_itself_and_leaves_the_drafter_alone(shared_store_dir
     random_state = torch.random.get_rng_state()
     arguments = {
         "head": load_target_head(store),
-        "encodings": ("bf16", "bf16"),
+        "decoders": (LayerDecoder(encoding="bf16"),) * 2,
         "batches": make_batch_maker(
             TrainConfig(batch_tokens=128, num_anchors=8), architecture, torch.device("cpu")
         ),
@@ -52,7 +53,7 @@ def test_nothing_held_out_is_no_error(tmp_path, tiny_store, architecture):
         Drafter(architecture),
         snapshot,
         head=load_target_head(store),
-        encodings=("bf16", "bf16"),
+        decoders=(LayerDecoder(encoding="bf16"),) * 2,
         batches=make_batch_maker(TrainConfig(), architecture, torch.device("cpu")),
         num_sequences=3,
         chunk_rows=64,
