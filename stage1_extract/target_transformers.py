@@ -176,7 +176,8 @@ def find_decoder(model: PreTrainedModel) -> Decoder:
         ValueError: The model has no such stack with a final norm.
     """
     decoder = model.get_decoder()
-    for module in (decoder, getattr(decoder, "language_model", None)):
+    inner = [_first_attribute(decoder, [name]) for name in ("language_model", "model")]
+    for module in (decoder, *inner):
         layers = _first_attribute(module, _LAYERS_NAMES)
         norm = _first_attribute(module, _NORM_NAMES)
         if isinstance(layers, nn.ModuleList) and isinstance(norm, nn.Module):
