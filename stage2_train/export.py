@@ -209,8 +209,7 @@ def read_speculators_config(
 
 def _record_of(dtype: torch.dtype) -> dict[str, Any]:
     name = str(dtype).removeprefix("torch.")
-    # Engines on transformers 4 read `torch_dtype`, those on 5 `dtype`.
-    return {"dtype": name, "torch_dtype": name, "transformers_version": transformers.__version__}
+    return {"dtype": name, "transformers_version": transformers.__version__}
 
 
 def _weights(drafter: Drafter, dtype: torch.dtype) -> dict[str, Tensor]:
