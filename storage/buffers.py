@@ -9,6 +9,9 @@ from jaxtyping import UInt8
 MAX_FREE_BYTES = 512 * 2**20
 """Unused memory a pool keeps for later reads, in bytes."""
 
+SEARCHED_BUFFERS = 32
+"""Kept buffers looked at for a request; the newest are likely still in the processor's caches."""
+
 _GRAIN_BYTES = 2**16
 
 
@@ -33,7 +36,7 @@ class BufferPool:
         self._max_free_bytes = max_free_bytes
         # Re-entrant, for a lease can end at any allocation, also of a thread holding the lock.
         self._lock = threading.RLock()
-        self._free: dict[int, list[UInt8[np.ndarray, " bytes"]]] = {}
+        self._free: list[UInt8[np.ndarray, " bytes"]] = []
         self._free_bytes = 0
 
     def take(self, num_bytes: int) -> UInt8[np.ndarray, " bytes"]:
@@ -44,27 +47,24 @@ class BufferPool:
         return np.asarray(_Lease(self, memory, num_bytes))
 
     def _take_free(self, num_bytes: int) -> UInt8[np.ndarray, " bytes"] | None:
-        """A kept buffer of the fitting size or up to half larger: few are warmer than many."""
-        size = size_class(num_bytes)
-        largest = size + size // 2
+        """The kept buffer given back last that fits and is at most half too large."""
+        largest = size_class(num_bytes) + num_bytes // 2
         with self._lock:
-            while size <= largest:
-                free = self._free.get(size)
-                if free:
-                    memory = free.pop()
+            newest = len(self._free) - 1
+            for place in range(newest, max(-1, newest - SEARCHED_BUFFERS), -1):
+                if num_bytes <= self._free[place].nbytes <= largest:
+                    memory = self._free.pop(place)
                     self._free_bytes -= memory.nbytes
                     return memory
-                size = size_class(size + 1)
         return None
 
     def give_back(self, memory: UInt8[np.ndarray, " bytes"]) -> None:
-        """Keeps a buffer for later; beyond `max_free_bytes` all kept ones are let go."""
+        """Keeps a buffer for later; beyond `max_free_bytes` those kept longest are let go."""
         with self._lock:
-            if self._free_bytes + memory.nbytes > self._max_free_bytes:
-                self._free.clear()
-                self._free_bytes = 0
-            self._free.setdefault(memory.nbytes, []).append(memory)
+            self._free.append(memory)
             self._free_bytes += memory.nbytes
+            while self._free_bytes > self._max_free_bytes:
+                self._free_bytes -= self._free.pop(0).nbytes
 
 
 def size_class(num_bytes: int) -> int:

@@ -5,19 +5,21 @@ commit records, or read from a catalog file plus the records that came after it.
 """
 
 import json
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
 from jaxtyping import Bool, Int32, Int64, UInt8, UInt64
 
 from storage import layout
-from storage.commits import CommitRecord, committed_units, read_commit
+from storage.commits import CommitRecord, committed_units
 from storage.errors import DamagedShardError, StoreWriteError
 from storage.files import Files
 from storage.plan import complete_generations
+from storage.records import read_record
 from storage.schema import UnitId, hash_id
 
 MAGIC = b"DFLCAT01"
@@ -64,20 +66,22 @@ _PER_SEQUENCE = ("num_tokens", "num_supervised", "greedy", "id_hash", "id_bytes"
 
 def catalog_of(commits: Iterable[CommitRecord]) -> Catalog:
     """The columns of some commit records, in unit order."""
-    return select([_one_shard(commit) for commit in commits])
+    return select([_one_shard(commit.to_json()) for commit in commits])
 
 
-def _one_shard(commit: CommitRecord) -> Catalog:
-    ids = [sequence_id.encode() for sequence_id in commit.sequence_ids]
+def _one_shard(commit: Mapping[str, Any]) -> Catalog:
+    """The columns of a commit record as it lies on disk: its checksums are not unpacked."""
+    unit = UnitId.parse(commit["unit"])
+    ids = [sequence_id.encode() for sequence_id in commit["sequence_ids"]]
     return Catalog(
-        generation=np.array([commit.unit.generation], dtype=np.int32),
-        unit_index=np.array([commit.unit.index], dtype=np.int32),
-        attempt=np.frombuffer(bytes.fromhex(commit.attempt), dtype=np.uint8)[None],
+        generation=np.array([unit.generation], dtype=np.int32),
+        unit_index=np.array([unit.index], dtype=np.int32),
+        attempt=np.frombuffer(bytes.fromhex(commit["attempt"]), dtype=np.uint8)[None],
         num_sequences=np.array([len(ids)], dtype=np.int32),
-        num_tokens=np.array(commit.num_tokens, dtype=np.int32),
-        num_supervised=np.array(commit.num_supervised, dtype=np.int32),
-        greedy=np.array(commit.greedy, dtype=np.uint8),
-        id_hash=np.array([hash_id(name) for name in commit.sequence_ids], dtype=np.uint64),
+        num_tokens=np.array(commit["num_tokens"], dtype=np.int32),
+        num_supervised=np.array(commit["num_supervised"], dtype=np.int32),
+        greedy=np.array(commit["greedy"], dtype=np.uint8),
+        id_hash=np.array([hash_id(name) for name in commit["sequence_ids"]], dtype=np.uint64),
         id_bytes=np.array([len(text) for text in ids], dtype=np.int32),
         id_text=np.frombuffer(b"".join(ids), dtype=np.uint8),
     )
@@ -189,7 +193,7 @@ def read_catalog(
 
 def _read_shards(files: Files, units: Sequence[UnitId]) -> list[Catalog]:
     def read(unit: UnitId) -> Catalog:
-        return _one_shard(read_commit(files, unit))
+        return _one_shard(read_record(files, layout.commit(unit)))
 
     if len(units) < 2 * _PARALLEL_READS:
         return [read(unit) for unit in units]

@@ -35,7 +35,7 @@ def test_kept_memory_is_bounded() -> None:
     arrays = [pool.take(100_000) for _ in range(20)]
     del arrays
     assert pool._free_bytes <= 300_000
-    assert sum(m.nbytes for kept in pool._free.values() for m in kept) == pool._free_bytes
+    assert sum(memory.nbytes for memory in pool._free) == pool._free_bytes
 
 
 @given(st.integers(0, 2**40))

@@ -1,0 +1,73 @@
+"""Append measured figures to benchmarks/results.jsonl, and their table to benchmarks/RESULTS.md."""
+
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def git_commit() -> str:
+    """The commit the figures belong to, `+` when the tree differs from it."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Installed versions, packages that are not there left out."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def record(
+    title: str,
+    figures: Mapping[str, tuple[float, str, str]],
+    *,
+    device: str,
+    packages: Iterable[str] = ("numpy", "zarr", "torch"),
+) -> None:
+    """Appends one run: a table under a heading, and one JSON line a figure.
+
+    Args:
+        title: what was measured.
+        figures: (value, unit, note) by name.
+        device: what it ran on, in words.
+        packages: whose versions matter.
+    """
+    common: dict[str, Any] = {
+        "device": device,
+        "commit": git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": versions_of(packages),
+    }
+    with (HERE / "results.jsonl").open("a") as lines:
+        for name, (value, unit, note) in figures.items():
+            line = {"name": name, "value": value, "unit": unit, **common, "note": note}
+            lines.write(json.dumps(line) + "\n")
+    rows = [f"| {n} | {v:.4g} | {u} | {note} |" for n, (v, u, note) in figures.items()]
+    head = ["| figure | value | unit | note |", "|---|---|---|---|"]
+    versions = ", ".join(f"{name} {number}" for name, number in common["versions"].items())
+    about = f"{common['date']}, {device}, commit {common['commit']}, {versions}"
+    text = "\n".join([f"## {title}", "", f"{about}; `{common['command']}`", "", *head, *rows, ""])
+    print(text)
+    with (HERE / "RESULTS.md").open("a") as page:
+        page.write(text + "\n")

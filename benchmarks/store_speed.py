@@ -1,0 +1,246 @@
+"""Reading and writing hidden states: this store beside raw files, zarr-python and safetensors.
+
+    python benchmarks/store_speed.py [--scratch DIR] [--sequences 30] [--rounds 5] [--no-record]
+
+One shard of random bytes in the shape of Qwen3-8B in fp8: five layers of hidden size 4096, sequences of
+1 to 3 K tokens. Every reader reads the same sequences, whole, in the same random order, all layers.
+"raw" is `preadv` from the shard's own files into reused memory, nothing verified; ours verifies every
+byte. The kinds take turns within each round; a figure is the median over rounds. "cold" drops the
+files from the page cache before each reading (posix_fadvise).
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from results import record
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from store_open import make_identity
+
+from storage.arrays import open_with_zarr
+from storage.encodings import EncodedStates
+from storage.reader import Snapshot, open_store
+from storage.schema import LayerRecord
+from storage.stream import read_ahead
+from storage.writer import create_store
+
+HIDDEN_SIZE = 4096
+LAYERS = ("1", "9", "17", "25", "33")
+THREADS = 2
+
+
+class Bench:
+    """One data set in all forms, and a way to read each."""
+
+    def __init__(self, folder: Path, num_sequences: int):
+        self.folder = folder
+        rng = np.random.default_rng(0)
+        self.lengths = rng.integers(1000, 3001, num_sequences).tolist()
+        self.order = rng.permutation(num_sequences).tolist()
+        self.source = rng.integers(0, 127, (3000, HIDDEN_SIZE), dtype=np.uint8)
+        self.scales = np.ones(3000, dtype=np.float32)
+        self.num_bytes = sum(self.lengths) * len(LAYERS) * HIDDEN_SIZE
+        self.memory = np.zeros((len(LAYERS), 3000, HIDDEN_SIZE), dtype=np.uint8)
+
+    def write_ours(self) -> None:
+        """A store with one shard, sealed: flushed and committed."""
+        store = create_store(self.folder / "store", make_identity())
+        store.add_layers(
+            LayerRecord(name=name, encoding="fp8", hidden_size=HIDDEN_SIZE) for name in LAYERS
+        )
+        store.plan_generation([f"{i:05d}" for i in range(len(self.lengths))], num_units=1)
+        with store.start_shard(store.units()[0]) as shard:
+            for place, length in enumerate(self.lengths):
+                states = EncodedStates(self.source[:length], self.scales[:length])
+                shard.append(
+                    sequence_id=f"{place:05d}",
+                    token_ids=np.zeros(length, dtype=np.int32),
+                    loss_mask=np.ones(length, dtype=np.bool_),
+                    greedy=False,
+                    states=dict.fromkeys(LAYERS, states),
+                )
+            shard.seal()
+
+    def write_safetensors(self) -> None:
+        """A file a sequence, each flushed."""
+        folder = self.folder / "safetensors"
+        folder.mkdir()
+        for place, length in enumerate(self.lengths):
+            path = folder / f"{place:05d}"
+            save_file({name: self.source[:length] for name in LAYERS}, path)
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    def open_all(self) -> None:
+        """Opens what the readers keep open."""
+        self.snapshot: Snapshot = open_store(self.folder / "store").snapshot()
+        arrays = [next(self.folder.glob(f"store/shards/*/*/layers/{n}")) for n in LAYERS]
+        self.descriptors = [os.open(array / "c/0/0", os.O_RDONLY) for array in arrays]
+        self.zarr_arrays = [open_with_zarr(array) for array in arrays]
+        ends = np.cumsum(self.lengths)
+        self.starts = (ends - self.lengths).tolist()
+
+    def read_raw(self, places: list[int], memory: np.ndarray) -> None:
+        """`preadv` into the same memory again and again."""
+        for place in places:
+            for layer, descriptor in enumerate(self.descriptors):
+                target = memory[layer, : self.lengths[place]]
+                os.preadv(descriptor, [target], self.starts[place] * HIDDEN_SIZE)
+
+    def raw(self) -> None:
+        """One thread."""
+        self.read_raw(self.order, self.memory)
+
+    def raw_threads(self) -> None:
+        """The sequences shared out over threads."""
+        memories = [self.memory, np.zeros_like(self.memory)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = [self.order[thread::THREADS] for thread in range(THREADS)]
+            list(pool.map(self.read_raw, parts, memories))
+
+    def ours(self) -> None:
+        """One thread, memory from the pool."""
+        for place in self.order:
+            self.snapshot.read(place, layers=LAYERS)
+
+    def ours_into(self) -> None:
+        """One thread, into the caller's memory."""
+        for place in self.order:
+            length = self.lengths[place]
+            out = {name: self.memory[layer, :length] for layer, name in enumerate(LAYERS)}
+            self.snapshot.read(place, layers=LAYERS, out=out)
+
+    def ours_threads(self) -> None:
+        """`read_ahead`, a sequence a batch."""
+        batches = ([place] for place in self.order)
+        for _ in read_ahead(
+            self.snapshot,
+            batches,
+            layers=LAYERS,
+            read_ahead_bytes=200_000_000,
+            num_threads=THREADS,
+        ):
+            pass
+
+    def ours_shard(self) -> None:
+        """The whole shard in the order of its bytes."""
+        for place in range(len(self.lengths)):
+            self.snapshot.read(place, layers=LAYERS)
+
+    def zarr(self) -> None:
+        """zarr-python's own path."""
+        for place in self.order:
+            start, length = self.starts[place], self.lengths[place]
+            for array in self.zarr_arrays:
+                array[start : start + length]
+
+    def safetensors(self) -> None:
+        """One file a sequence."""
+        for place in self.order:
+            with safe_open(self.folder / "safetensors" / f"{place:05d}", framework="np") as file:
+                for name in LAYERS:
+                    # Copied out of the memory map: the others end with bytes in memory, too.
+                    self.memory[0, : self.lengths[place]] = file.get_tensor(name)
+
+    def drop_from_cache(self) -> None:
+        """Makes the next reading a cold one."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+
+def rate(action: Callable[[], None], num_bytes: int) -> float:
+    """MB/s of one run."""
+    start = time.perf_counter()
+    action()
+    return num_bytes / 1e6 / (time.perf_counter() - start)
+
+
+def measure(bench: Bench, rounds: int) -> Iterator[tuple[str, float]]:
+    """(name, MB/s) of every kind, in turns."""
+    readers = {
+        "raw": bench.raw,
+        "ours": bench.ours,
+        "ours_into": bench.ours_into,
+        "ours_shard": bench.ours_shard,
+        "raw_threads": bench.raw_threads,
+        "ours_threads": bench.ours_threads,
+        "zarr": bench.zarr,
+        "safetensors": bench.safetensors,
+    }
+    for _ in range(rounds):
+        for kind in ("ours", "safetensors"):
+            shutil.rmtree(bench.folder / ("store" if kind == "ours" else kind), ignore_errors=True)
+            os.sync()
+            yield f"write_{kind}", rate(getattr(bench, f"write_{kind}"), bench.num_bytes)
+        bench.open_all()
+        for name, reader in readers.items():
+            bench.drop_from_cache()
+            yield f"cold_{name}", rate(reader, bench.num_bytes)
+        bench.raw()
+        bench.safetensors()
+        for name, reader in readers.items():
+            yield f"warm_{name}", rate(reader, bench.num_bytes)
+
+
+def summarize(rates: dict[str, list[float]]) -> dict[str, tuple[float, str, str]]:
+    """Medians in MB/s, and the ratios that matter, each within its round."""
+
+    def ratio(top: str, bottom: str) -> float:
+        return statistics.median(a / b for a, b in zip(rates[top], rates[bottom], strict=True))
+
+    figures: dict[str, tuple[float, str, str]] = {}
+    note = "random sequences, all layers"
+    figures["store_read_random_fraction_of_raw"] = (ratio("warm_ours", "warm_raw"), "1", note)
+    note = f"both with {THREADS} threads"
+    threads = ratio("warm_ours_threads", "warm_raw_threads")
+    figures["store_read_threads_fraction_of_raw"] = (threads, "1", note)
+    figures["store_read_cold_fraction_of_raw"] = (ratio("cold_ours", "cold_raw"), "1", "cold")
+    shard = ratio("warm_ours_shard", "warm_raw")
+    figures["store_read_shard_fraction_of_raw"] = (shard, "1", "in byte order")
+    figures["store_read_times_zarr"] = (ratio("warm_ours", "warm_zarr"), "1", "warm")
+    figures["store_read_times_safetensors"] = (ratio("warm_ours", "warm_safetensors"), "1", "warm")
+    written = ratio("write_ours", "write_safetensors")
+    figures["store_write_fraction_of_safetensors"] = (written, "1", "both flushed; ours committed")
+    for name, values in rates.items():
+        figures[f"store_{name}_mb_s"] = (statistics.median(values), "MB/s", "")
+    return figures
+
+
+def main() -> None:
+    """Measures and records."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--scratch", default=tempfile.gettempdir(), help="folder on the disk to test"
+    )
+    parser.add_argument("--sequences", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default=f"{os.cpu_count()} CPU cores")
+    parser.add_argument("--no-record", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    rates: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        bench = Bench(Path(folder), arguments.sequences)
+        for name, value in measure(bench, arguments.rounds):
+            rates.setdefault(name, []).append(value)
+    figures = summarize(rates)
+    if arguments.no_record:
+        print("\n".join(f"{name:45s} {v:9.3f} {u}  {n}" for name, (v, u, n) in figures.items()))
+        return
+    packages = ("numpy", "zarr", "safetensors", "crc32c")
+    record("Reading and writing the store", figures, device=arguments.device, packages=packages)
+
+
+if __name__ == "__main__":
+    main()
