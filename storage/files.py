@@ -244,7 +244,13 @@ class LocalFiles:
 
     def range_reader(self, path: str) -> LocalRangeReader:
         """Opens a file for reads by range."""
-        return LocalRangeReader(self.root / path)
+        try:
+            return LocalRangeReader(self.root / path)
+        except FileNotFoundError:
+            # A network file system may remember that a file was not there yet; listing its
+            # folder makes it ask again. A commit record named this file, so it is worth it.
+            self.names(path.rpartition("/")[0])
+            return LocalRangeReader(self.root / path)
 
     def sync_tree(self, folder: str) -> None:
         """Flushes the folders in `folder`, itself and those above it up to the root."""

@@ -65,12 +65,17 @@ class WritableStore:
         if num_units < 1:
             raise ValueError(f"num_units must be at least 1, got {num_units}")
         while True:
-            new = sorted(set(sequence_ids) - self._planned().keys())
+            new = sorted(set(self.unplanned(sequence_ids)))
             if not new:
                 return 0
             number = len(self._generations)
             if create_generation(self.files, number, new, num_units=num_units):
                 return len(new)
+
+    def unplanned(self, sequence_ids: Iterable[str]) -> list[str]:
+        """Those of the ids that no generation holds, in the given order."""
+        planned = self._planned()
+        return [sequence_id for sequence_id in sequence_ids if sequence_id not in planned]
 
     def _planned(self) -> dict[str, UnitId]:
         """Unit by id over all generations, dead units left out."""
