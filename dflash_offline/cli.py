@@ -151,6 +151,76 @@ def regenerate(run_file: Path, overrides: tuple[str, ...]) -> None:
     click.echo(f"answers in {run_regeneration(config)}")
 
 
+class _SubmitsByDefault(click.Group):
+    """`slurm RUN.toml` means `slurm submit RUN.toml`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Puts `submit` in front unless the arguments name a command or ask for help."""
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = ["submit", *args]
+        return super().parse_args(ctx, args)
+
+
+@main.group(cls=_SubmitsByDefault)
+def slurm() -> None:
+    """Run both stages as Slurm jobs: `slurm RUN.toml` submits, again only what is left."""
+
+
+@slurm.command()
+@_run_file_command
+@click.option("--dry-run", is_flag=True, help="Write the sbatch files, print the commands only.")
+@click.option("--again", is_flag=True, help="Also submit what is done: data or epochs were added.")
+def submit(run_file: Path, overrides: tuple[str, ...], dry_run: bool, again: bool) -> None:
+    """Write the sbatch files into the run folder and submit what is neither done nor alive."""
+    from dflash_offline.config import load_run_file
+    from dflash_offline.slurm import submit
+
+    config = load_run_file(run_file, overrides=overrides)
+    submit(config, only_left=False, again=again, dry_run=dry_run)
+
+
+@slurm.command()
+@_run_file_command
+@click.option("--dry-run", is_flag=True, help="Write the sbatch files, print the commands only.")
+def retry(run_file: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
+    """Submit the array tasks whose work is incomplete and that are not alive, and no others."""
+    from dflash_offline.config import load_run_file
+    from dflash_offline.slurm import submit
+
+    config = load_run_file(run_file, overrides=overrides)
+    submit(config, only_left=True, again=False, dry_run=dry_run)
+
+
+@slurm.command(name="status")
+@_run_file_command
+def slurm_status(run_file: Path, overrides: tuple[str, ...]) -> None:
+    """Say how much is committed and trained, and which jobs are alive."""
+    from dflash_offline.config import load_run_file
+    from dflash_offline.slurm import print_status
+
+    print_status(load_run_file(run_file, overrides=overrides))
+
+
+@slurm.command()
+@_run_file_command
+def cancel(run_file: Path, overrides: tuple[str, ...]) -> None:
+    """Cancel the run's live jobs; everything committed stays."""
+    from dflash_offline.config import load_run_file
+    from dflash_offline.slurm import cancel
+
+    cancel(load_run_file(run_file, overrides=overrides))
+
+
+@slurm.command()
+@_run_file_command
+def finalize(run_file: Path, overrides: tuple[str, ...]) -> None:
+    """Count what is done and print the `--array=` of what is left; exit code 75 if anything is."""
+    from dflash_offline.config import load_run_file
+    from dflash_offline.slurm import finalize
+
+    sys.exit(finalize(load_run_file(run_file, overrides=overrides)))
+
+
 @main.group()
 def store() -> None:
     """Look into a store, check it."""

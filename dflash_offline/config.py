@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dflash_offline.slurm_config import SlurmConfig
 from stage1_extract.config import (
     DataConfig,
     ExtractConfig,
@@ -78,6 +79,7 @@ class RunConfig(Settings):
     launch: LaunchConfig = LaunchConfig()
     drafter: tuple[DrafterConfig, ...] = Field(min_length=1)
     eval: EvalConfig = EvalConfig()
+    slurm: SlurmConfig = SlurmConfig()
 
     @model_validator(mode="after")
     def _drafter_names_are_unique(self) -> "RunConfig":
