@@ -165,7 +165,8 @@ def draft_logits(
     )
     # As plain rows: on a slice, the product with the head would run batch by batch, far slower.
     rows = hidden[:, 1:].flatten(0, 1)
-    return head.logits(rows).unflatten(0, (len(hidden), -1))
+    logits: Tensor = head.logits(rows).unflatten(0, (len(hidden), -1))
+    return logits
 
 
 def head_of(drafter: Drafter, head: TargetHead) -> TargetHead:

@@ -1,0 +1,57 @@
+"""The loss kernel, run by Triton's interpreter, gives the plain loss and gradient."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERPRETED = """
+import itertools
+import torch
+from torch.nn.functional import cross_entropy
+from stage2_train.loss_kernels import rows_to_gradient
+from stage2_train.target_head import cap_logits
+
+torch.manual_seed(0)
+cases = list(itertools.product((40,), (1.0, 0.5), (None, 4.0), (False, True)))
+for vocab_size, scale, softcap, has_bias in [*cases, (8200, 1.0, None, False)]:
+    num_rows = 3
+    logits = 3 * torch.randn(num_rows, vocab_size)
+    logits[0, 7] = 90.0
+    labels = torch.randint(0, vocab_size, (num_rows,))
+    labels[:2] = 7
+    weights = torch.rand(num_rows)
+    bias = torch.randn(vocab_size) if has_bias else None
+    leaf = logits.double().requires_grad_()
+    whole = leaf if bias is None else leaf + bias.double()
+    expected = cross_entropy(cap_logits(whole * scale, softcap), labels, reduction="none")
+    (gradient,) = torch.autograd.grad((expected * weights.double()).sum(), leaf)
+    capped = cap_logits(whole * scale, softcap)
+    top = capped.gather(1, labels[:, None])[:, 0] >= capped.amax(dim=1)
+    for is_wanted in (False, True):
+        found, row_loss = logits.clone(), torch.full((num_rows,), torch.nan)
+        is_top = torch.zeros(num_rows, dtype=torch.bool)
+        rows_to_gradient(
+            found, labels, weights, bias=bias, logit_scale=scale, softcap=softcap,
+            row_loss=row_loss, is_top=is_top, is_gradient_wanted=is_wanted,
+        )
+        torch.testing.assert_close(row_loss, expected.float(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(is_top, top)
+        wanted = gradient.float() if is_wanted else logits
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+"""
+
+
+def test_kernel_gives_the_plain_loss():
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    # A process of its own, for the interpreter is chosen when the kernels are defined.
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,50 @@
+"""The optimizer kernel, run by Triton's interpreter, is torch's AdamW on fp32 masters."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERPRETED = """
+import torch
+from stage2_train.optimizer_kernels import adamw_update
+
+torch.manual_seed(0)
+for shape, dtype in (((5000,), torch.bfloat16), ((3, 70), torch.float32)):
+    expected = torch.nn.Parameter(torch.randn(shape))
+    plain = torch.optim.AdamW([expected], betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
+    master = expected.detach().clone()
+    weight = master.to(dtype)
+    moments = torch.zeros(shape), torch.zeros(shape)
+    for step in range(1, 4):
+        gradient = torch.randn(shape).to(dtype)
+        for group in plain.param_groups:
+            group["lr"] = 0.01 / step
+        expected.grad = gradient.float() * 0.5
+        plain.step()
+        adamw_update(
+            master, *moments, weight, gradient, gradient_scale=torch.tensor(0.5),
+            learning_rate=0.01 / step, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step,
+        )
+        torch.testing.assert_close(master, expected.detach(), rtol=1e-5, atol=1e-6)
+        # The interpreter cuts bf16 off where a GPU rounds it.
+        torch.testing.assert_close(weight.float(), master, rtol=2**-7, atol=0.0)
+    state = plain.state[expected]
+    expected_moments = (state["exp_avg"], state["exp_avg_sq"])
+    torch.testing.assert_close(moments, expected_moments, rtol=1e-5, atol=1e-7)
+"""
+
+
+def test_kernel_is_torchs_adamw():
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    # A process of its own, for the interpreter is chosen when the kernels are defined.
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
