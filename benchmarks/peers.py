@@ -30,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from peer_imports import import_peer
 
 from dflash_offline.config import RunConfig, drafter_run, load_run_file, store_dir_of
+from dflash_offline.decode_target import TargetDecoder
+from dflash_offline.speculate import DecodingSettings, decode
 from dflash_offline.suites import held_out_dialogues
 from stage1_extract.target import load_target, resolve_target
 from stage2_train.acceptance import bootstrap_interval, mean_acceptance_length
@@ -367,6 +369,25 @@ def judge(
     return lengths
 
 
+def decode_here(
+    folder: Path, target: nn.Module, prompts: list[list[int]], config: RunConfig, head: TargetHead
+) -> list[list[int]]:
+    """Decode the prompts with our own decoder; gives the acceptance lengths."""
+    device = next(target.parameters()).device
+    drafter = load_any_drafter(folder, dtype=target.dtype, device=device)
+    decoding = decode(
+        TargetDecoder(target, layer_ids=drafter.architecture.target_layer_ids),
+        prompts,
+        settings=DecodingSettings(
+            max_new_tokens=config.eval.max_new_tokens, stop_token_ids=head.eos_token_ids
+        ),
+        batch_size=config.eval.batch_size,
+        drafter=drafter,
+        head=head,
+    )
+    return [generation.acceptance_lengths for generation in decoding.generations]
+
+
 def open_bench(config: RunConfig, args: argparse.Namespace) -> Bench:
     """Gather what all trainers share."""
     name = args.drafter or config.drafter[0].name
@@ -417,8 +438,10 @@ def main() -> None:
             trainer.export(args.out / name), target, prompts, config, list(bench.head.eos_token_ids)
         )
         low, high = bootstrap_interval(lengths, seed=0)
+        ours = decode_here(args.out / name, target, prompts, config, bench.head)
         rows[name] = {
             **figures,
+            "num_equal_prompts": sum(a == b for a, b in zip(lengths, ours, strict=True)),
             "acceptance_length": mean_acceptance_length(lengths),
             "acceptance_length_interval": [low, high],
         }
@@ -431,7 +454,9 @@ def print_table(rows: dict[str, dict[str, Any]], *, num_steps: int, num_prompts:
     """Print one line for each trainer."""
     title = f"{num_steps} steps; {num_prompts} held-out prompts, decoded by the official package"
     table = Table(title=title)
-    for heading in ("trainer", "acceptance length", "95% interval", "s/step", "own loss, last 10"):
+    for heading in ("trainer", "acceptance length", "95% interval", "same in our decoder"):
+        table.add_column(heading)
+    for heading in ("s/step", "own loss, last 10"):
         table.add_column(heading)
     for name, row in rows.items():
         low, high = row["acceptance_length_interval"]
@@ -439,6 +464,7 @@ def print_table(rows: dict[str, dict[str, Any]], *, num_steps: int, num_prompts:
             name,
             f"{row['acceptance_length']:.3f}",
             f"{low:.3f} .. {high:.3f}",
+            f"{row['num_equal_prompts']} of {num_prompts} prompts",
             f"{row['step_s']:.2f}",
             f"{row['last_loss']:.3f}",
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
@@ -26,6 +26,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     is_croppable = True
     is_sliding = False
+    keys: Float[Tensor, "batch heads slots width"]
+    values: Float[Tensor, "batch heads slots width"]
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from dflash_offline.caches import DecodingCache, attention_masks, unsupported_kinds
 from stage1_extract.target_transformers import find_decoder
@@ -38,7 +39,7 @@ class TargetDecoder:
             tokens pass twice, because their state cannot be cut back to a shorter prefix.
     """
 
-    def __init__(self, model: nn.Module, *, layer_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, *, layer_ids: Sequence[int] = ()) -> None:
         """Prepare a transformers model.
 
         Args:
@@ -68,12 +69,14 @@ class TargetDecoder:
     @property
     def device(self) -> torch.device:
         """Where the target's first weight lies."""
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """The target's arithmetic type."""
-        return next(self.model.parameters()).dtype
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
 
     def prefill(self, prompts: Sequence[Sequence[int]], *, num_slots: int) -> TargetPass:
         """Take in the prompts with fresh caches; the logits are those after each last token.
@@ -177,7 +180,7 @@ class TargetDecoder:
 class capture:  # noqa: N801  # a context manager, used like a function
     """Collect the outputs of some decoder layers during a forward pass, by layer id."""
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         self.layers: Any = find_decoder(model).layers
         self.layer_ids = layer_ids
         self.handles: list[Any] = []

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +175,7 @@ def decode_reference(
     *,
     snapshot: Snapshot,
     tokenizer: Any,
-    template_arguments: dict[str, Any],
+    template_arguments: Mapping[str, Any],
     settings: DecodingSettings,
     config: EvalConfig,
 ) -> Reference:
@@ -222,7 +222,10 @@ def decode_reference(
 
 
 def _prompt_ids(
-    dialogue: Dialogue, answers: Sequence[str], tokenizer: Any, template_arguments: dict[str, Any]
+    dialogue: Dialogue,
+    answers: Sequence[str],
+    tokenizer: Any,
+    template_arguments: Mapping[str, Any],
 ) -> list[int]:
     if dialogue.token_ids is not None:
         return list(dialogue.token_ids)

@@ -178,6 +178,10 @@ class _BatchDecoder:
             is_active=torch.ones(len(prompts), dtype=torch.bool, device=device),
         )
         self.context: ContextCache | None = None
+        # What the host knows of the rows, so that a pass costs one synchronisation.
+        self.host_rows = list(range(len(prompts)))
+        self.host_starts: list[int] = lengths.tolist()
+        self.host_active: set[int] = set()
 
     @torch.inference_mode()
     def run(self) -> tuple[list[Generation], float]:
@@ -185,7 +189,6 @@ class _BatchDecoder:
         self._prefill()
         _synchronize(self.target.device)
         start_s = time.perf_counter()
-        # Mirrors of rows on the host, so that a pass costs one synchronisation.
         while self.host_active:
             drafted, draft_probabilities = self._draft()
             block = torch.cat((self._anchor_ids()[:, None], drafted), dim=1)
@@ -212,8 +215,6 @@ class _BatchDecoder:
         self.rows.is_active = ~self._is_stop(first_ids)[:, 0] & (
             self.rows.starts + 1 < self.rows.limits
         )
-        self.host_rows = list(range(len(self.prompts)))
-        self.host_starts = list(self.ends)
         active = self.rows.is_active.tolist()
         self.host_active = {row for row, is_active in enumerate(active) if is_active}
 
