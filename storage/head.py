@@ -1,11 +1,16 @@
 """Files beside the hidden states that stage 2 needs: embedding, norm, LM head, tokenizer."""
 
+from collections.abc import Iterator
+
 from crc32c import crc32c
 
 from storage import layout
 from storage.errors import DamagedShardError, StoreError
 from storage.files import Files
 from storage.records import create_record, read_record
+
+READ_BYTES = 16 * 2**20
+"""Bytes of one read while a file is checked."""
 
 
 def put_head_file(files: Files, name: str, data: bytes) -> None:
@@ -29,12 +34,33 @@ def head_files(files: Files) -> list[str]:
 
 def read_head_file(files: Files, name: str) -> bytes:
     """A file of head/; raises DamagedShardError when its size or checksum is wrong."""
-    place = f"{files}/{layout.head_file(name)}"
+    return b"".join(bytes(part) for part in _verified_parts(files, name))
+
+
+def check_head_file(files: Files, name: str) -> None:
+    """Reads a file of head/ piece by piece; raises DamagedShardError as `read_head_file`."""
+    for _ in _verified_parts(files, name):
+        pass
+
+
+def _verified_parts(files: Files, name: str) -> Iterator[memoryview]:
+    """The file's bytes in pieces that are overwritten by the next; raises at the end."""
+    path = layout.head_file(name)
     try:
         record = read_record(files, layout.head_record(name))
-        data = files.read(layout.head_file(name))
+        left = files.size(path)
+        checksum, offset = 0, 0
+        if left == record["num_bytes"]:
+            memory = memoryview(bytearray(min(left, READ_BYTES)))
+            reader = files.range_reader(path)
+            while offset < left:
+                part = memory[: left - offset]
+                reader.read_into(offset, [part])
+                checksum, offset = crc32c(part, checksum), offset + len(part)
+                yield part
     except FileNotFoundError as error:
-        raise DamagedShardError(f"{place} is missing; run `extract` to write it again") from error
-    if len(data) != record["num_bytes"] or f"{crc32c(data):08x}" != record["crc32c"]:
-        raise DamagedShardError(f"{place} is damaged; remove it and run `extract` again")
-    return data
+        raise DamagedShardError(
+            f"{files}/{path} is missing; run `extract` to write it again"
+        ) from error
+    if left != record["num_bytes"] or f"{checksum:08x}" != record["crc32c"]:
+        raise DamagedShardError(f"{files}/{path} is damaged; remove it and run `extract` again")

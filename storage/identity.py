@@ -7,12 +7,12 @@ from typing import Any
 from storage import layout
 from storage.encodings import encoding_named
 from storage.errors import StoreError, StoreNotFoundError
-from storage.files import Files, LocalFiles
+from storage.files import Files
 from storage.records import create_record, read_record
 from storage.schema import FORMAT_VERSION, LayerRecord, StoreIdentity, check_same_identity
 
 
-def create_identity(files: LocalFiles, identity: StoreIdentity) -> None:
+def create_identity(files: Files, identity: StoreIdentity) -> None:
     """Makes a folder a store with this identity; raises if it is anything else already."""
     _refuse_other_folders(files)
     if not create_record(files, layout.IDENTITY, identity.to_json()):
@@ -20,7 +20,7 @@ def create_identity(files: LocalFiles, identity: StoreIdentity) -> None:
         check_same_identity(found, identity, place=files)
 
 
-def _refuse_other_folders(files: LocalFiles) -> None:
+def _refuse_other_folders(files: Files) -> None:
     try:
         names = files.names("")
     except NotADirectoryError as error:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
@@ -14,9 +15,10 @@ from storage.catalog import Catalog, read_catalog, select
 from storage.commits import read_commit, tombstoned_units
 from storage.encodings import EncodedStates, decode
 from storage.errors import StoreError
-from storage.files import Files, LocalFiles
-from storage.head import head_files, read_head_file
+from storage.files import Files, LocalFiles, replace_whole
+from storage.head import check_head_file, head_files, read_head_file
 from storage.identity import read_identity, read_layers
+from storage.places import files_at
 from storage.plan import planned_counts
 from storage.schema import (
     LayerRecord,
@@ -36,7 +38,7 @@ def open_store(store_dir: str | Path) -> "Store":
     Raises:
         StoreNotFoundError: there is no store at this place.
     """
-    files = LocalFiles(store_dir)
+    files = files_at(store_dir)
     return Store(files, read_identity(files))
 
 
@@ -73,15 +75,27 @@ class Store:
         return read_head_file(self.files, name)
 
     def head_path(self, name: str) -> Path:
-        """Where a file or folder of head/ lies, every byte of it verified just now."""
+        """Where a file or folder of head/ lies, every byte of it verified just now.
+
+        Of an object store it is a copy, which lasts as long as this Store.
+        """
         names = [file for file in head_files(self.files) if f"{file}/".startswith(f"{name}/")]
-        for file in names:
-            read_head_file(self.files, file)
-        if not names or not isinstance(self.files, LocalFiles):
+        if not names:
             raise StoreError(
                 f"{self.files} has no head file {name!r}; run `extract` to complete it"
             )
-        return self.files.root / layout.head_file(name)
+        if isinstance(self.files, LocalFiles):
+            for file in names:
+                check_head_file(self.files, file)
+            return self.files.root / layout.head_file(name)
+        for file in names:
+            replace_whole(Path(self._head_copy.name, file), read_head_file(self.files, file))
+        return Path(self._head_copy.name, name)
+
+    @cached_property
+    def _head_copy(self) -> "TemporaryDirectory[str]":
+        """Where head files of an object store are copied to; removed with the Store."""
+        return TemporaryDirectory(prefix="dflash-head-")
 
     def snapshot(self, snapshot_id: str | None = None) -> "Snapshot":
         """The sequences committed now, or those of an earlier snapshot.

@@ -9,6 +9,7 @@ from pathlib import Path
 from storage import layout
 from storage.commits import committed_units, read_added, read_commit
 from storage.files import Files, LocalFiles
+from storage.places import files_at
 from storage.records import create_record
 from storage.schema import UnitId
 from storage.verify import Problem, damaged_units
@@ -23,7 +24,7 @@ def bury_damaged(store_dir: str | Path, problems: Iterable[Problem]) -> list[Uni
         store_dir: the store.
         problems: of `verify_store`; those that concern no shard are passed over.
     """
-    files = LocalFiles(store_dir)
+    files = files_at(store_dir)
     problems = list(problems)
     units = sorted(damaged_units(problems))
     for unit in units:

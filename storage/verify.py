@@ -21,9 +21,10 @@ from storage.commits import (
     tombstoned_units,
 )
 from storage.errors import StoreError
-from storage.files import Files, LocalFiles
-from storage.head import head_files, read_head_file
+from storage.files import Files
+from storage.head import check_head_file, head_files
 from storage.identity import read_identity, read_layers
+from storage.places import files_at
 from storage.plan import read_generation
 from storage.records import read_record
 from storage.schema import CHUNK_TOKENS, UnitId
@@ -88,7 +89,7 @@ def verify_store(
         progress: called with (shards done, shards in all) after each.
         num_threads: shards checked at once.
     """
-    files = LocalFiles(store_dir)
+    files = files_at(store_dir)
     report = VerifyReport(problems=list(_check_records(files)))
     planned = _planned(files, report.problems)
     units = sorted(committed_units(files) - tombstoned_units(files))
@@ -114,7 +115,7 @@ def _check_records(files: Files) -> Iterator[Problem]:
         yield from _problems_of(lambda path=path: read_record(files, path))  # type: ignore[misc]
     yield from _problems_of(lambda: read_layers(files))
     for name in head_files(files):
-        yield from _problems_of(lambda name=name: read_head_file(files, name))  # type: ignore[misc]
+        yield from _problems_of(lambda name=name: check_head_file(files, name))  # type: ignore[misc]
     committed = committed_units(files)
     for name in files.names(layout.CATALOG):
         yield from _check_catalog(files, name, committed)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from storage import head, identity, layout
 from storage.commits import committed_units, layers_of, read_commit, tombstoned_units
-from storage.files import Files, LocalFiles
+from storage.files import Files
+from storage.places import files_at
 from storage.plan import create_generation, read_generation
 from storage.schema import LayerRecord, StoreIdentity, UnitId
 from storage.shard_writer import LayersWriter, ShardWriter
@@ -20,14 +21,14 @@ def create_store(store_dir: str | Path, store_identity: StoreIdentity) -> "Writa
         IdentityMismatchError: a store with another identity is there; every field is listed.
         StoreError: the folder holds something else, or cannot be written.
     """
-    files = LocalFiles(store_dir)
+    files = files_at(store_dir)
     identity.create_identity(files, store_identity)
     return WritableStore(files, store_identity)
 
 
 def open_for_writing(store_dir: str | Path) -> "WritableStore":
     """Opens an existing store for writing, whatever its identity."""
-    files = LocalFiles(store_dir)
+    files = files_at(store_dir)
     return WritableStore(files, identity.read_identity(files))
 
 

@@ -82,4 +82,5 @@ def fill(store: WritableStore) -> None:
 
 
 if __name__ == "__main__":
-    fill(make_store(Path(sys.argv[1]), num_sequences=40, num_units=10))
+    num_units = int(sys.argv[2])
+    fill(make_store(Path(sys.argv[1]), num_sequences=4 * num_units, num_units=num_units))

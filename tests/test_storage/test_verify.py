@@ -60,6 +60,22 @@ def test_flipped_bits_anywhere_are_found(
     assert verify_store(folded_dir, full=True).ok
 
 
+@pytest.mark.slow
+def test_a_thousand_flipped_bits_are_found(folded_dir: Path, flip_bit: Callable[..., Any]) -> None:
+    rng = random.Random(2)
+    paths = [path for path in files_of(folded_dir) if path.stat().st_size]
+    for _ in range(1000):
+        path = rng.choice(paths)
+        original = path.read_bytes()
+        flip_bit(path, rng.randrange(len(original) * 8))
+        try:
+            found = not verify_store(folded_dir, full=True).ok
+        except StoreError:
+            found = True
+        assert found, path.relative_to(folded_dir)
+        path.write_bytes(original)
+
+
 def test_flipped_bits_never_reach_a_reader(
     filled_dir: Path, flip_bit: Callable[..., Any], making: SimpleNamespace
 ) -> None:

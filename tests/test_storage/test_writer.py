@@ -1,3 +1,4 @@
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -210,3 +211,19 @@ def test_the_held_out_share_is_a_function_of_the_id() -> None:
     assert 0.22 < len(held) / len(ids) < 0.28
     assert all(is_held_out(name, 0.5) for name in held)
     assert not any(is_held_out(name, 0.0) for name in ids)
+
+
+def test_memory_does_not_grow_with_the_shard(store_dir: Path, making: SimpleNamespace) -> None:
+    store = making.make_store(store_dir, num_sequences=60, num_units=1)
+    (unit,) = store.units()
+    largest = 700 * (5 + 16 + 32 + 16 + 8)
+    with store.start_shard(unit) as shard:
+        tracemalloc.start()
+        for sequence_id in store.sequences_of(unit):
+            shard.append(**making.make_sequence(sequence_id))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert shard.seal()
+    # The sequence itself, float32 on its way to being encoded, and the shard's checksums.
+    assert peak < 12 * largest
+    assert shard.num_bytes > 1.5 * peak
