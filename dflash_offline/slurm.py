@@ -20,7 +20,6 @@ from dflash_offline.config import (
     RunConfig,
     as_toml_tables,
     drafter_run,
-    extract_run,
     run_dir_of,
     store_dir_of,
 )
@@ -175,22 +174,19 @@ def wanted_tasks(
 
 def read_progress(config: RunConfig) -> Progress:
     """Counts commits and finished drafters; loads neither states nor weights."""
+    from storage.errors import StoreNotFoundError
+    from storage.writer import open_for_writing
+
     num_workers = config.slurm.extract.tasks
     num_units, num_committed, left = None, 0, list(range(num_workers))
-    # The commands must answer at once where nothing has been done yet.
-    if store_dir_of(config).exists():
-        from storage.errors import StoreNotFoundError
-        from storage.writer import open_for_writing
-
-        try:
-            store = open_for_writing(extract_run(config).store_dir)
-        except StoreNotFoundError:
-            pass
-        else:
-            units, committed = store.units(), store.committed()
-            if units:
-                num_units, num_committed = len(units), len(committed.intersection(units))
-                left = tasks_left(units, committed, num_workers=num_workers)
+    try:
+        store = open_for_writing(store_dir_of(config))
+    except StoreNotFoundError:
+        pass  # The first extraction task makes it.
+    else:
+        if units := store.units():
+            num_units, num_committed = len(units), len(committed := store.committed())
+            left = tasks_left(units, committed, num_workers=num_workers)
     states = [_last_state(drafter_run(config, each.name).drafter_dir) for each in config.drafter]
     return Progress(
         num_units=num_units,

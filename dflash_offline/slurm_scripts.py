@@ -185,6 +185,7 @@ def finalize_script(run: BatchRun) -> Script:
             more=(),
             is_stoppable=False,
         ),
+        "",
         *_setup(run),
         f"exec {_words(run.command)} slurm finalize {_word(run.run_file)}",
     ]
@@ -284,6 +285,7 @@ def _srun(run: BatchRun, *, cpus: int) -> str:
 
 
 _STOP = (
+    "",
     "# USR1 comes before the time limit: stop, then queue again. TERM comes on scancel and at the",
     "# end of a preemption: only stop, for Slurm itself queues preempted jobs again, and a",
     "# cancelled one must stay cancelled. Children get USR1 in both cases: srun passes it on.",
@@ -304,6 +306,7 @@ def _end(run: BatchRun) -> Script:
     return [
         "# The signal may have come before there was anyone to tell.",
         '[ -z "$stopped_by" ] || stop "$stopped_by"',
+        "",
         "# By the task's name: the job id of an array's last task means the whole array.",
         "task=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
         "# In a preemption's grace time Slurm tells the job steps, not this shell, and a job that",
@@ -326,7 +329,7 @@ def _end(run: BatchRun) -> Script:
         "done",
         "",
         "# 0: done. 75: stopped early, go on later. Anything else is a failure: not tried again.",
-        'if [ $code = 75 ] && { [ "$stopped_by" = USR1 ] || [ "$stopped_by" = preemption ]; }; then',
+        "if [ $code = 75 ] && [[ $stopped_by == USR1 || $stopped_by == preemption ]]; then",
         f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {limit} ]; then',
         '    scontrol requeue "$task"',
         "  else",
