@@ -124,7 +124,9 @@ def plan_new_conversations(
     Raises:
         ValueError: No conversation of a sample can be used, or the disk cannot hold the states.
     """
-    new_ids = [each for each in conversations.ids if store.unit_of(each) is None]
+    # Unit by unit, because each question to the store looks at its files.
+    planned = {each for unit in store.units() for each in store.sequences_of(unit)}
+    new_ids = [each for each in conversations.ids if each not in planned]
     if not new_ids:
         return
     sample = new_ids[:: max(1, len(new_ids) // _SAMPLED_CONVERSATIONS)]

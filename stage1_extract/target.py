@@ -4,6 +4,7 @@ A backend is one file with a class that has these few members and one entry in `
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,7 +75,7 @@ def resolve_target(config: TargetConfig) -> str:
         return str(folder)
     if folder.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") > 1:
         raise ValueError(f"target.model: there is no folder {folder}")
-    return _hub_snapshot(config)
+    return _hub_snapshot(config.model, config.revision)
 
 
 def target_name(config: TargetConfig) -> str:
@@ -84,18 +85,18 @@ def target_name(config: TargetConfig) -> str:
     return folder.resolve().name if is_folder else config.model
 
 
-def _hub_snapshot(config: TargetConfig) -> str:
+@cache
+def _hub_snapshot(model: str, revision: str | None) -> str:
+    """Folder of a hub model, fetched when need be; the hub is asked once a process."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     unused = ["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
     try:
-        return str(
-            snapshot_download(config.model, revision=config.revision, ignore_patterns=unused)
-        )
+        return str(snapshot_download(model, revision=revision, ignore_patterns=unused))
     except (HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"target.model: {config.model!r} is no folder here and the hub does not give it"
+            f"target.model: {model!r} is no folder here and the hub does not give it"
             f" ({type(error).__name__}: {reason}); check the name, or give a local folder"
         ) from error

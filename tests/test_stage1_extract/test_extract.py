@@ -17,8 +17,9 @@ from stage1_extract.config import DataConfig, ExtractConfig, ExtractRun, StoreCo
 from stage1_extract.extract import Worker, prepare_store, run_worker
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
-from storage.errors import IdentityMismatchError, StoreError
+from storage.errors import IdentityMismatchError, StoreError, StoreWriteError
 from storage.reader import open_store
+from storage.writer import ShardWriter
 
 MakeRun = Callable[..., ExtractRun]
 FORK = multiprocessing.get_context("fork")
@@ -424,3 +425,39 @@ def test_the_head_is_whole_and_made_once(make_run: MakeRun) -> None:
     assert changed == {
         path: path.stat().st_mtime_ns for path in (run.store_dir / "head").rglob("*")
     }
+
+
+def test_a_full_disk_loses_the_open_shard_only(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    prepare_store(run)
+    right, done = ShardWriter.append, []
+
+    def full(shard: ShardWriter, **arguments: Any) -> None:
+        done.append(None)
+        if len(done) == 10:
+            raise StoreWriteError("cannot write x: the disk is full; free space there")
+        right(shard, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "append", full)
+        with pytest.raises(StoreWriteError, match="the disk is full"):
+            run_worker(run, worker_index=0, num_workers=1)
+    assert extract_all(run) == extract_all(make_run(place="whole"))
+
+
+def test_two_extractions_at_once_share_one_store(make_run: MakeRun) -> None:
+    run = make_run()
+
+    def whole_extraction() -> None:
+        prepare_store(run)
+        os._exit(run_worker(run, worker_index=0, num_workers=1))
+
+    processes = [FORK.Process(target=whole_extraction) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert open_store(run.store_dir).content_digest() == extract_all(make_run(place="whole"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from stage1_extract import target
 from stage1_extract.config import TargetConfig
 from stage1_extract.target import load_target, resolve_target, target_name
 
@@ -23,6 +24,12 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_missing_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="there is no folder"):
         resolve_target(TargetConfig(model=str(tmp_path / name)))
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_the_hub() -> None:
+    """Each test asks the hub anew."""
+    target._hub_snapshot.cache_clear()
 
 
 def test_what_the_hub_does_not_give_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
