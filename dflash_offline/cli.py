@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from dflash_offline import __version__
+from dflash_offline.launched import stop_with_launcher
 
 EXIT_BAD_INPUT = 2
 TRACEBACK_VARIABLE = "DFLASH_OFFLINE_TRACEBACK"
@@ -55,6 +56,7 @@ def main() -> None:
 
     RUN_FILE is a TOML file or the name of a preset such as `demo`.
     """
+    stop_with_launcher()
 
 
 @main.command()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from dflash_offline.launched import child_environment
+
 EXIT_STOPPED_EARLY = 75
 """Exit code of work that stopped at a signal and can be resumed (EX_TEMPFAIL)."""
 
@@ -151,7 +153,12 @@ def _start(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, **slot.environment, "PYTHONUNBUFFERED": "1"},
+        env={
+            **os.environ,
+            **slot.environment,
+            **child_environment(job.log_path),
+            "PYTHONUNBUFFERED": "1",
+        },
         # Ctrl-C reaches the launcher alone, which passes one signal on: none arrives twice.
         start_new_session=True,
     )
