@@ -49,6 +49,14 @@ def save_tiny_target(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random target and its tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny-target")
+    save_tiny_target(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run whose store is filled and whose drafter has two checkpoints."""
     from stage1_extract.extract import prepare_store, run_worker
