@@ -36,6 +36,7 @@ from stage2_train.position import Position, total_steps
 from stage2_train.step import batch_loss
 from stage2_train.target_head import TargetHead, load_target_head
 from stage2_train.validation import validate
+from storage.lock import only_process_in
 from storage.reader import Snapshot, Store
 
 EXIT_DONE, EXIT_STOPPED_EARLY = 0, 75
@@ -51,10 +52,12 @@ def train_drafter(run: DrafterRun) -> int:
         0 when all steps are done, 75 when SIGTERM or SIGUSR1 stopped it behind a checkpoint.
 
     Raises:
-        ValueError: a setting does not fit the store, the target or the checkpoint.
+        ValueError: a setting does not fit the store, the target or the checkpoint, or another
+            process is training this drafter.
     """
     torch.set_num_threads(run.train.torch_threads)
-    with StopSignals() as stop:
+    work = f"training of drafter {run.drafter.name}"
+    with only_process_in(run.drafter_dir, work=work), StopSignals() as stop:
         store = wait_for_store(run, is_stopped=stop.is_set, say=say)
         if store is None:
             return EXIT_STOPPED_EARLY
