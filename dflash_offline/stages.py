@@ -29,6 +29,7 @@ from dflash_offline.launch import (
     slots,
 )
 from storage.files import replace_whole
+from storage.lock import only_process_in
 
 PACKAGES_OF_RECORD = ("torch", "triton", "transformers", "safetensors", "zarr", "numcodecs")
 
@@ -72,9 +73,13 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
         )
         for index in range(len(places))
     ]
-    with ExtractionProgress(
-        run_dir=run_dir, num_workers=len(jobs), num_sequences=num_sequences
-    ) as progress:
+    # Workers of two launchers would compute the same units; the store keeps one, time is lost.
+    with (
+        only_process_in(run_dir / "extract", work="extraction"),
+        ExtractionProgress(
+            run_dir=run_dir, num_workers=len(jobs), num_sequences=num_sequences
+        ) as progress,
+    ):
         exit_codes = run_jobs(jobs, places=places, show_line=progress.show_line)
     progress.print_summary()
     return _report(exit_codes, again=f"dflash-offline extract {run_file}")
