@@ -2,8 +2,8 @@
 
     python benchmarks/store_open.py [--scratch DIR] [--no-record]
 
-28 sequences a shard, as 27B-class targets give. "unfolded": every commit record is read once, as the
-first reader after extraction does; "folded": a catalog file holds them. Each opening is a fresh
+28 sequences a shard, as 27B-class targets give. "unfolded": every commit record is read once, as
+the first reader after extraction does; "folded": a catalog file holds them. Each opening is a fresh
 process; its peak memory includes Python and numpy. The latency rows add 10 ms to each file request.
 """
 

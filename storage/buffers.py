@@ -47,8 +47,8 @@ class BufferPool:
         return np.asarray(_Lease(self, memory, num_bytes))
 
     def _take_free(self, num_bytes: int) -> UInt8[np.ndarray, " bytes"] | None:
-        """The kept buffer given back last that fits and is at most half too large."""
-        largest = size_class(num_bytes) + num_bytes // 2
+        """The kept buffer given back last that fits and is at most twice as large."""
+        largest = 2 * size_class(num_bytes)
         with self._lock:
             newest = len(self._free) - 1
             for place in range(newest, max(-1, newest - SEARCHED_BUFFERS), -1):
@@ -68,6 +68,10 @@ class BufferPool:
 
 
 def size_class(num_bytes: int) -> int:
-    """The buffer size that serves a request: eight sizes per doubling, at least 64 KiB."""
-    step = max(_GRAIN_BYTES, 1 << max(0, num_bytes.bit_length() - 4))
+    """The buffer size that serves a request: two sizes per doubling, at least 64 KiB.
+
+    Coarse, so that sequences of all lengths use few buffers again and again; what a sequence does
+    not reach of its buffer is never touched and takes no memory.
+    """
+    step = max(_GRAIN_BYTES, 1 << max(0, num_bytes.bit_length() - 2))
     return max(1, -(-num_bytes // step)) * step

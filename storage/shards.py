@@ -122,7 +122,8 @@ class ShardReader:
         rows = self._destination("scales", source.scales, stop - start, None)
         path = layout.scales(source.attempt_dir)
         self._read_array(path, source.scales, "scales", place, start, rows)
-        return {n: np.ascontiguousarray(rows[:, source.scale_columns.index(n)]) for n in columns}
+        by_layer = np.ascontiguousarray(rows.T)
+        return {name: by_layer[source.scale_columns.index(name)] for name in columns}
 
     def _destination(
         self, name: str, array: ArrayRecord, num_tokens: int, out: Destinations | None

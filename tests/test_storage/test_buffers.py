@@ -20,7 +20,7 @@ def test_memory_returns_when_the_last_view_is_gone() -> None:
     assert address(pool.take(100_000)) == place
 
 
-def test_a_larger_buffer_serves_a_smaller_request_up_to_half() -> None:
+def test_a_larger_buffer_serves_a_smaller_request_of_like_size() -> None:
     pool = BufferPool()
     place = address(pool.take(1_400_000))
     small = pool.take(1_000_000)
@@ -41,5 +41,5 @@ def test_kept_memory_is_bounded() -> None:
 @given(st.integers(0, 2**40))
 def test_size_classes_waste_little(num_bytes: int) -> None:
     size = size_class(num_bytes)
-    assert num_bytes <= size <= max(num_bytes * 1.25, 2**16 + num_bytes)
+    assert num_bytes <= size <= max(num_bytes * 1.5, 2**16 + num_bytes)
     assert size_class(size) == size
