@@ -58,6 +58,10 @@ class TrainConfig(Settings):
     products (GPUs, CPUs with AMX or AVX512-BF16). Master weights are fp32 always."""
     attention: Literal["sdpa", "flex"] | None = None
     """Attention path: `sdpa` the plain reference, `flex` compiled on a GPU; None chooses."""
+    compile: bool | None = None
+    """Compile the drafter's layers; None does so on a GPU. Only with `attention = "flex"`."""
+    fp8: bool = False
+    """Multiply in fp8 with row scales on GPUs that can: MLP, projections and LM head."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of the training process."""
     read_ahead_bytes: int = Field(default=1_000_000_000, ge=1)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from stage2_train.fp8 import FP8, Fp8Rows, product, quantize_rows
 from stage2_train.target_head import TargetHead, cap_logits
 
 
@@ -83,17 +84,15 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         row_loss = torch.empty(num_rows, dtype=weights.dtype, device=hidden.device)
         is_top = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        buffers = chunk_buffers(chunk_rows, head.vocab_size, hidden.dtype, hidden.device)
         for start in range(0, num_rows, chunk_rows):
             rows = slice(start, min(start + chunk_rows, num_rows))
-            num_chunk_rows = rows.stop - rows.start
-            _chunk_loss(
+            fill = _fused_chunk_loss if hidden.is_cuda else _chunk_loss
+            fill(
                 hidden[rows],
                 labels[rows],
                 weights[rows],
                 head=head,
-                logits=buffers[0][:num_chunk_rows],
-                probabilities=buffers[1][:num_chunk_rows],
+                chunk_rows=chunk_rows,
                 row_loss=row_loss[rows],
                 is_top=is_top[rows],
                 gradient=None if gradient is None else gradient[rows],
@@ -140,14 +139,15 @@ def _chunk_loss(
     weights: Float[Tensor, "rows"],
     *,
     head: TargetHead,
-    logits: Float[Tensor, "rows vocab"],
-    probabilities: Float[Tensor, "rows vocab"],
+    chunk_rows: int,
     row_loss: Float[Tensor, "rows"],
     is_top: Bool[Tensor, "rows"],
     gradient: Float[Tensor, "rows hidden"] | None,
 ) -> None:
-    """Fills `row_loss`, `is_top` and `gradient` of one chunk; the other outputs are scratch."""
+    """Fills `row_loss`, `is_top` and `gradient` of one chunk."""
     weight = head.lm_head_weight
+    buffers = chunk_buffers(chunk_rows, head.vocab_size, hidden.dtype, hidden.device)
+    logits, probabilities = (buffer[: len(labels)] for buffer in buffers)
     torch.mm(hidden, weight.t(), out=logits)
     if head.lm_head_bias is not None:
         logits += head.lm_head_bias
@@ -175,3 +175,51 @@ def _chunk_loss(
         torch.mm(probabilities, weight, out=gradient)
         gradient *= head.logit_scale
     gradient *= weights[:, None].to(gradient.dtype)
+
+
+def _fused_chunk_loss(
+    hidden: Float[Tensor, "rows hidden"],
+    labels: Int[Tensor, "rows"],
+    weights: Float[Tensor, "rows"],
+    *,
+    head: TargetHead,
+    chunk_rows: int,
+    row_loss: Float[Tensor, "rows"],
+    is_top: Bool[Tensor, "rows"],
+    gradient: Float[Tensor, "rows hidden"] | None,
+) -> None:
+    """Does the same on a GPU: two products, in fp8 where the head has it, and one kernel."""
+    # Imported here, for a CPU needs no Triton.
+    from stage2_train.loss_kernels import rows_to_gradient
+
+    facts: dict[str, Any] = {
+        "bias": head.lm_head_bias,
+        "logit_scale": head.logit_scale,
+        "softcap": head.final_logit_softcapping,
+        "row_loss": row_loss,
+        "is_top": is_top,
+    }
+    if head.fp8 is None:
+        logits = torch.mm(hidden, head.lm_head_weight.t())
+        wanted = None if gradient is None else logits
+        rows_to_gradient(logits, labels, weights, gradient=wanted, **facts)
+        if gradient is not None:
+            torch.mm(logits, head.lm_head_weight, out=gradient)
+        return
+    logits = product(quantize_rows(hidden), head.fp8.by_output)
+    if gradient is None:
+        rows_to_gradient(logits, labels, weights, gradient=None, **facts)
+        return
+    slopes = Fp8Rows(
+        torch.empty(logits.shape, dtype=FP8, device=logits.device),
+        torch.empty((len(labels), 1), dtype=torch.float32, device=logits.device),
+    )
+    rows_to_gradient(
+        logits,
+        labels,
+        weights,
+        gradient=slopes.codes,
+        gradient_scales=slopes.scales[:, 0],
+        **facts,
+    )
+    gradient.copy_(product(slopes, head.fp8.by_input))

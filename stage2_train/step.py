@@ -1,6 +1,7 @@
 """The arithmetic of one step: a packed batch in, the loss and what it says out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -15,9 +16,23 @@ from stage2_train.attention import (
 from stage2_train.collate import EncodedLayer, PackedBatch
 from stage2_train.decode import LayerDecoder, decode_layer
 from stage2_train.drafter import Attend, Drafter, DrafterArchitecture
-from stage2_train.loss import HeadLoss, head_cross_entropy
+from stage2_train.fast_path import FastPath
+from stage2_train.loss import head_cross_entropy
 from stage2_train.metrics import BlockSums, block_sums
 from stage2_train.target_head import TargetHead
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one batch gives."""
+
+    loss: Float[Tensor, ""]
+    """Weighted mean of the rows' losses; carries the gradient."""
+    row_loss: Float[Tensor, "rows"]
+    """Loss of each row that counts, in nats."""
+    sums: BlockSums
+    is_compiled: bool
+    """Whether compiled code drafted the blocks: the code's own word."""
 
 
 def batch_loss(
@@ -28,7 +43,8 @@ def batch_loss(
     decoders: Sequence[LayerDecoder],
     chunk_rows: int,
     weight_sum: float | None = None,
-) -> tuple[HeadLoss, BlockSums]:
+    fast_path: FastPath | None = None,
+) -> StepResult:
     """Drafts every block of a batch and compares with its labels.
 
     Args:
@@ -38,9 +54,12 @@ def batch_loss(
         decoders: how each of the batch's layers is stored.
         chunk_rows: rows whose logits exist at once.
         weight_sum: what the row weights are divided by; None takes the batch's own sum.
+        fast_path: the compiled layers; None takes the plain ones.
     """
     architecture = drafter.architecture
-    hidden = draft_blocks(drafter, batch, head=head, decoders=decoders)
+    hidden, is_compiled = draft_blocks(
+        drafter, batch, head=head, decoders=decoders, fast_path=fast_path
+    )
     normaliser = batch.weight_sum if weight_sum is None else weight_sum
     result = head_cross_entropy(
         # Offset 0 and labels that do not count are dropped here: the head never sees them.
@@ -58,17 +77,26 @@ def batch_loss(
         num_blocks=len(batch.context_start),
         block_size=architecture.block_size,
     )
-    return result, sums
+    return StepResult(
+        loss=result.loss, row_loss=result.row_loss, sums=sums, is_compiled=is_compiled
+    )
 
 
 def draft_blocks(
-    drafter: Drafter, batch: PackedBatch, *, head: TargetHead, decoders: Sequence[LayerDecoder]
-) -> Float[Tensor, "queries hidden"]:
-    """Gives the drafter's normed hidden state of every block token of a batch."""
+    drafter: Drafter,
+    batch: PackedBatch,
+    *,
+    head: TargetHead,
+    decoders: Sequence[LayerDecoder],
+    fast_path: FastPath | None = None,
+) -> tuple[Float[Tensor, "queries hidden"], bool]:
+    """Gives the normed hidden state of every block token, and whether compiled code made it."""
     weight = drafter.fc.weight
     features = decode_features(
         batch.layers, decoders, hidden_size=weight.shape[0], dtype=weight.dtype
     )
+    if fast_path is not None:
+        return fast_path.draft(drafter, batch, features, head=head)
     context = drafter.context_key_values(features[None], batch.positions[None])
     drafted: Tensor = drafter(
         head.embed(batch.block_token_ids)[None],
@@ -76,7 +104,7 @@ def draft_blocks(
         context,
         training_attend(batch, drafter.architecture, weight.dtype),
     )
-    return drafted[0]
+    return drafted[0], False
 
 
 def decode_features(

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from stage2_train.fp8 import FrozenFp8
+
 
 @runtime_checkable
 class HasHeadFiles(Protocol):
@@ -38,6 +40,8 @@ class TargetHead:
     tokenizer_size: int
     mask_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    fp8: FrozenFp8 | None = None
+    """The LM head for fp8 products; None multiplies in its own type."""
 
     @property
     def hidden_size(self) -> int:

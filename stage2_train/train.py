@@ -4,7 +4,7 @@ import importlib.metadata
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ from stage2_train.decode import LayerDecoder, layer_decoders
 from stage2_train.device import choose_device, choose_dtype
 from stage2_train.drafter import Drafter, initialize
 from stage2_train.export import load_any_drafter
+from stage2_train.fast_path import FastPath, make_fast_path
+from stage2_train.fp8 import freeze_fp8, use_fp8
 from stage2_train.metrics import BlockSums
 from stage2_train.monitor import Monitor
 from stage2_train.optimizer import MasterAdamW, learning_rate
@@ -84,6 +86,7 @@ class Training:
     head: TargetHead
     decoders: tuple[LayerDecoder, ...]
     batches: BatchMaker
+    fast_path: FastPath | None
     evidence: Evidence
     validation: dict[str, Any]
     """What the last validation found, with its step."""
@@ -134,16 +137,17 @@ class Training:
         return position
 
     def _update(self, batch: PackedBatch, rate: float) -> tuple[BlockSums, Tensor]:
-        result, sums = batch_loss(
+        result = batch_loss(
             self.drafter,
             batch,
             head=self.head,
             decoders=self.decoders,
             chunk_rows=self.run.train.loss.chunk_rows,
+            fast_path=self.fast_path,
         )
         result.loss.backward()
-        self.evidence.add_step(is_compiled=False)
-        return sums, self.optimizer.step(rate)
+        self.evidence.add_step(is_compiled=result.is_compiled)
+        return result.sums, self.optimizer.step(rate)
 
     def validate(self, snapshot: Snapshot, position: Position) -> None:
         """Measures the drafter on held-out sequences; training goes on unchanged."""
@@ -156,6 +160,7 @@ class Training:
                 batches=self.batches,
                 num_sequences=self.run.train.validation_sequences,
                 chunk_rows=self.run.train.loss.chunk_rows,
+                fast_path=self.fast_path,
             )
         self.validation = {"step": position.step, **found}
         self.monitor.report_validation(step=position.step, validation=found)
@@ -185,14 +190,18 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
     """Builds everything a training needs, and takes over the last whole checkpoint if any."""
     device = choose_device()
     dtype = choose_dtype(run.train.dtype, device)
-    head = load_target_head(store)
-    architecture = architecture_for(run, store, head)
+    stored_head = load_target_head(store)
+    architecture = architecture_for(run, store, stored_head)
+    head = stored_head.to(device, dtype)
     drafter = Drafter(architecture)
     initialize(drafter, seed=run.train.seed)
     if run.drafter.init_from is not None:
         take_weights(drafter, Path(run.drafter.init_from))
     optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
     position = resume(run, architecture, optimizer)
+    is_compiled = device.type == "cuda" if run.train.compile is None else run.train.compile
+    if run.train.fp8:
+        head = use_fp8_products(drafter, head)
     batches = make_batch_maker(run.train, architecture, device)
     training = Training(
         run=run,
@@ -204,10 +213,11 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
             device=device,
             block_size=architecture.block_size,
         ),
-        head=head.to(device, dtype),
+        head=head,
         decoders=layer_decoders(store.layers, batches.layer_names, device),
         batches=batches,
-        evidence=Evidence(is_compiling_wanted=False),
+        fast_path=choose_fast_path(run.train.attention, device, is_compiled=is_compiled),
+        evidence=Evidence(is_compiling_wanted=is_compiled),
         validation={},
     )
     num_weights = sum(weight.numel() for weight in optimizer.masters)
@@ -216,6 +226,28 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
         f"{', '.join(batches.layer_names)}, {dtype} on {device}, from step {position.step}"
     )
     return training, position
+
+
+def choose_fast_path(
+    attention: str | None, device: torch.device, *, is_compiled: bool
+) -> FastPath | None:
+    """Gives the compiled layers where FlexAttention has a kernel or is asked for, else None."""
+    if attention == "sdpa" or (attention is None and device.type != "cuda"):
+        return None
+    return make_fast_path(is_compiled=is_compiled)
+
+
+def use_fp8_products(drafter: Drafter, head: TargetHead) -> TargetHead:
+    """Makes the drafter's linear maps and the head's products fp8; gives the head.
+
+    Raises:
+        ValueError: the device has no fp8 products, or a width does not suit them.
+    """
+    device = drafter.fc.weight.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(f"train.fp8 needs a GPU with fp8 products, found {device}; turn it off")
+    use_fp8(drafter)
+    return replace(head, fp8=freeze_fp8(head.lm_head_weight))
 
 
 def architecture_for(run: DrafterRun, store: Store, head: TargetHead) -> DrafterArchitecture:

@@ -11,6 +11,7 @@ from stage2_train.batches import draw_window, pack
 from stage2_train.data import BatchMaker
 from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
+from stage2_train.fast_path import FastPath
 from stage2_train.metrics import summarize, total
 from stage2_train.step import batch_loss
 from stage2_train.target_head import TargetHead
@@ -42,6 +43,7 @@ def validate(
     batches: BatchMaker,
     num_sequences: int,
     chunk_rows: int,
+    fast_path: FastPath | None = None,
 ) -> dict[str, Any]:
     """Gives held-out loss, accuracy and acceptance; empty where nothing is held out."""
     chosen = held_out_sequences(snapshot, limit=num_sequences)
@@ -60,7 +62,14 @@ def validate(
     )
     planned = list(pack(windows, batch_tokens=batches.batch_tokens))
     sums = total(
-        batch_loss(drafter, batch, head=head, decoders=decoders, chunk_rows=chunk_rows)[1]
+        batch_loss(
+            drafter,
+            batch,
+            head=head,
+            decoders=decoders,
+            chunk_rows=chunk_rows,
+            fast_path=fast_path,
+        ).sums
         for batch in batches.batches(snapshot, planned, epoch=VALIDATION_EPOCH)
     )
     return summarize(sums) | walk_summary(walk_store(drafter, head, snapshot, chosen.tolist()))

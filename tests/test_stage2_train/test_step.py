@@ -118,7 +118,7 @@ def make_batch(
 
 @torch.no_grad()
 def drafted(drafter: Drafter, head: TargetHead, batch: PackedBatch) -> torch.Tensor:
-    hidden = draft_blocks(drafter, batch, head=head, decoders=DECODERS)
+    hidden, _ = draft_blocks(drafter, batch, head=head, decoders=DECODERS)
     return hidden.unflatten(0, (-1, BLOCK_SIZE))
 
 
@@ -299,7 +299,7 @@ def batch_at_all_anchors(
 def test_packing_changes_no_sequences_loss(drafter, head):
     def losses(sequences, **budget):
         batch = batch_at_all_anchors(sequences, **budget)
-        return batch_loss(drafter, batch, head=head, decoders=DECODERS, chunk_rows=16)[0].row_loss
+        return batch_loss(drafter, batch, head=head, decoders=DECODERS, chunk_rows=16).row_loss
 
     packed = losses(SEQUENCES, batch_tokens=70, num_anchors=50)
     alone = [losses([s], batch_tokens=30, num_anchors=30) for s in SEQUENCES]
@@ -312,7 +312,7 @@ def test_gradients_of_a_pack_are_the_weighted_sum_of_its_sequences(drafter, head
     def gradients(sequences, weight_sum):
         drafter.zero_grad()
         batch = batch_at_all_anchors(sequences, batch_tokens=60, num_anchors=50)
-        result, _ = batch_loss(
+        result = batch_loss(
             drafter,
             batch,
             head=head,
@@ -366,8 +366,8 @@ def test_a_block_drafts_what_decoding_would(drafter, head):
 def test_a_batch_without_labels_has_no_loss_and_no_gradient(drafter, head):
     silent = replace_part(SEQUENCES[0], loss_mask=np.zeros(17, np.bool_))
     batch = make_batch([silent])
-    result, sums = batch_loss(drafter, batch, head=head, decoders=DECODERS, chunk_rows=16)
+    result = batch_loss(drafter, batch, head=head, decoders=DECODERS, chunk_rows=16)
     result.loss.backward()
     assert result.loss == 0
-    assert sums.num_rows.sum() == 0
+    assert result.sums.num_rows.sum() == 0
     assert all((p.grad == 0).all() for p in drafter.parameters() if p.grad is not None)

@@ -1,0 +1,152 @@
+"""The fast path computes what the plain one does, and says itself whether it was compiled."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from stage2_train import fast_path as module
+from stage2_train.batches import Window
+from stage2_train.blocks import offset_weights
+from stage2_train.collate import PackedBatch, collate
+from stage2_train.decode import LayerDecoder
+from stage2_train.drafter import Drafter
+from stage2_train.fast_path import make_fast_path
+from stage2_train.step import batch_loss
+from stage2_train.target_head import TargetHead, load_target_head
+from storage.reader import open_store
+
+DECODERS = (LayerDecoder(encoding="bf16"),) * 2
+
+
+@pytest.fixture
+def head(shared_store_dir) -> TargetHead:
+    return load_target_head(open_store(shared_store_dir)).to("cpu", torch.float64)
+
+
+@pytest.fixture
+def batch(shared_store_dir) -> PackedBatch:
+    snapshot = open_store(shared_store_dir).snapshot()
+    sequences = [snapshot.read(index, layers=["1", "2"]) for index in (0, 1, 2)]
+    return collate(
+        sequences,
+        [Window(sequence_index=0, start=0, stop=len(s.token_ids)) for s in sequences],
+        layer_names=("1", "2"),
+        batch_tokens=256,
+        num_anchors=16,
+        weight_of_offset=offset_weights(5),
+        mask_token_id=63,
+        seed=0,
+        epoch=0,
+    )
+
+
+def plain_flex_attention(queries, keys, values, *, block_mask, enable_gqa):
+    """What FlexAttention computes; its own kernels have no gradient on a CPU."""
+    query = torch.arange(queries.shape[2])[:, None]
+    key = torch.arange(keys.shape[2])[None, :]
+    mask = block_mask.mask_mod(None, None, query, key)
+    return scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, enable_gqa=enable_gqa
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"is_causal": True}, {"layer_types": ("sliding_attention", "full_attention")}],
+    ids=["full", "causal", "sliding"],
+)
+def test_loss_and_gradients_are_the_plain_ones(architecture, batch, head, changes, monkeypatch):
+    monkeypatch.setattr(module, "flex_attention", plain_flex_attention)
+    drafter = Drafter(dataclasses.replace(architecture, sliding_window=6, **changes)).double()
+    results = []
+    for fast_path in (None, make_fast_path(is_compiled=False)):
+        drafter.zero_grad()
+        result = batch_loss(
+            drafter, batch, head=head, decoders=DECODERS, chunk_rows=64, fast_path=fast_path
+        )
+        result.loss.backward()
+        assert not result.is_compiled
+        results.append([result.row_loss, *(p.grad.clone() for p in drafter.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+COMPILED = """
+import torch
+from torch._dynamo.utils import counters
+from stage2_train.blocks import Supervision, make_blocks, offset_weights
+from stage2_train.collate import batch_of
+from stage2_train.compile import Evidence
+from stage2_train.drafter import Drafter, DrafterArchitecture
+from stage2_train.fast_path import FastPath, context_forward, layer_forward, make_fast_path
+from stage2_train.target_head import TargetHead
+import numpy as np
+
+architecture = DrafterArchitecture(
+    hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, intermediate_size=48, rms_norm_eps=1e-6, vocab_size=64,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    max_position_embeddings=512, block_size=8, mask_token_id=63, target_layer_ids=(1, 2),
+    num_target_layers=6, layer_types=("full_attention", "sliding_attention") * 2,
+    sliding_window=6,
+)
+weight = torch.randn(64, 32)
+head = TargetHead(
+    config={}, embed_weight=weight, lm_head_weight=weight, lm_head_bias=None,
+    embedding_scale=1.0, logit_scale=1.0, final_logit_softcapping=None, tokenizer_size=64,
+    mask_token_id=63, eos_token_ids=(),
+)
+
+def make_batch(seed):
+    rng = np.random.default_rng(seed)
+    sequence = Supervision(
+        sequence_id=str(seed), token_ids=rng.integers(0, 60, 120), loss_mask=rng.random(120) < 0.9
+    )
+    blocks = make_blocks(
+        [sequence], num_anchors=16, weight_of_offset=offset_weights(8), seed=seed, epoch=0
+    )
+    return batch_of(
+        blocks, layers=(), positions=np.arange(128), num_real_tokens=120, mask_token_id=63
+    )
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
+
+drafter = Drafter(architecture)
+fast = FastPath(context=compiled(context_forward), layer=compiled(layer_forward))
+eager = make_fast_path(is_compiled=False)
+evidence = Evidence(is_compiling_wanted=True)
+with torch.no_grad():
+    cases = [(make_batch(number), torch.randn(128, 64)) for number in range(3)]
+    expected = [eager.draft(drafter, *case, head=head) for case in cases]
+    assert not any(is_compiled for _, is_compiled in expected)
+    evidence.take()
+    for number, case in enumerate(cases):
+        hidden, is_compiled = fast.draft(drafter, *case, head=head)
+        torch.testing.assert_close(hidden, expected[number][0])
+        evidence.add_step(is_compiled=is_compiled)
+        found = evidence.take()
+        assert found["execution"] == "compiled"
+        # One graph for the context and one for all four layers, then never again.
+        assert found["num_compiles"] == (2 if number == 0 else 0), found
+        assert found["num_graph_breaks"] == 0
+        torch.compiler.set_stance("fail_on_recompile")
+"""
+
+
+def test_layers_share_one_compilation_and_batches_cause_no_other():
+    # A process of its own, for the shape checker of the tests cannot be compiled.
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILED],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
