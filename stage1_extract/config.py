@@ -93,6 +93,23 @@ class ExtractConfig(Settings):
     """Start although the disk cannot hold the store."""
 
 
+class ServerConfig(Settings):
+    """An OpenAI-compatible server (vLLM, SGLang or another) that runs the target."""
+
+    url: str
+    """Address up to the version, for example `http://localhost:8000/v1`."""
+    model: str | None = None
+    """Name of the target at the server; None takes the only one it serves."""
+    num_requests: int = Field(default=64, ge=1)
+    """Requests in flight at once."""
+    num_retries: int = Field(default=8, ge=0)
+    """Further tries of a request that failed for want of the server, with growing pauses."""
+    timeout_s: float = Field(default=600.0, gt=0.0)
+    """Seconds that one answer may take."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """Environment variable with the key, for servers that ask for one."""
+
+
 class RegenerateConfig(Settings):
     """How the target answers prompts itself."""
 
@@ -113,6 +130,8 @@ class RegenerateConfig(Settings):
     """Prompts answered at once."""
     seed: int = 0
     """Seed of the sampling."""
+    server: ServerConfig | None = None
+    """Server that answers instead of the target loaded here."""
 
 
 class ExtractRun(Settings):

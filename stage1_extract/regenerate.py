@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
 from stage1_extract.conversations import Conversation, read_conversations
+from stage1_extract.dialogues import Dialogue, record, render_prompt, start_dialogue
 from stage1_extract.generation import Generator
 from stage1_extract.problems import Problems, UnusableConversationError
-from stage1_extract.sequences import is_prefix, render, tokens_id
+from stage1_extract.server import answer_by_server
 from stage1_extract.target import load_target, resolve_target, target_name
 from stage1_extract.target_identity import weights_id
-
-
-@dataclass(kw_only=True)
-class Dialogue:
-    """A conversation that the target is answering turn by turn."""
-
-    id: str
-    source: str
-    turns: list[list[dict[str, Any]]]
-    """Given messages before each answer to come."""
-    tools: list[dict[str, Any]] | None = None
-    has_given_answers: bool = False
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation so far, answers included."""
-    prompt_ids: list[int] = field(default_factory=list)
-    """What the target answers next."""
-    written: list[list[int]] = field(default_factory=list)
-    """Prompt and answer tokens of each answer, as the target saw and wrote them."""
-    was_cut: bool = False
-    """Whether an answer ended at the length limit; later turns are then not asked."""
+from stage1_extract.target_transformers import load_tokenizer
 
 
 def regenerate(
@@ -82,86 +63,52 @@ def regenerate(
     if not open_ids:
         print(f"nothing to answer: {output_path} holds all {len(prompts)} conversations")
         return output_path
-    loaded = load_target(target, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    generator = Generator(loaded, resolve_target(target), config)
-    dialogues = []
-    for prompt_id in open_ids:
-        try:
-            dialogue = start_dialogue(prompts[prompt_id], turns=config.turns)
-            render_prompt(dialogue, loaded.tokenizer, data.template_arguments)
-            generator.check_length(dialogue.prompt_ids, source=dialogue.source)
-        except UnusableConversationError as problem:
-            prompts.problems.add(problem)
-        else:
-            dialogues.append(dialogue)
+    problems = prompts.problems
+    dialogues = [
+        dialogue
+        for prompt_id in open_ids
+        if (dialogue := _start_or_skip(prompts[prompt_id], config, problems)) is not None
+    ]
+    tokenizer = load_tokenizer(target)
+    if config.server is None:
+        finished = answer_here(dialogues, target, data, config, problems, device=device)
+    else:
+        finished = answer_by_server(dialogues, config, data.template_arguments, problems)
     progress = _Progress(len(dialogues))
-    for batch in batches_by_length(dialogues, config.batch_size):
-        answer(batch, generator, loaded.tokenizer, data.template_arguments)
-        records = (record(each, loaded.tokenizer, data, settings) for each in batch)
-        append_lines(output_path, _usable(records, prompts.problems))
+    for batch in finished:
+        lines = _lines(batch, tokenizer, data.template_arguments, settings, problems)
+        append_lines(output_path, lines)
         progress.show(batch)
-    if prompts.problems.counts:
-        summary = f"{prompts.problems.summary()}{prompts.problems.first()}"
+    if problems.counts:
+        summary = f"{problems.summary()}{problems.first()}"
         print(f"skipped: {summary}", file=sys.stderr)
     return output_path
 
 
-def start_dialogue(conversation: Conversation, *, turns: str) -> Dialogue:
-    """The given messages of a conversation, parted where the target is to answer.
-
-    Raises:
-        UnusableConversationError: Nothing in it asks for an answer.
-    """
-
-    def unusable(reason: str, detail: str = "") -> UnusableConversationError:
-        return UnusableConversationError(reason, source=conversation.source, detail=detail)
-
-    if conversation.messages is None:
-        raise unusable("no messages", "pre-tokenised conversations cannot be answered")
-    messages = [dict(message) for message in conversation.messages]
-    if turns == "last":
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        parts = [messages[: answers[-1]] if answers else messages]
-    else:
-        if any(message["role"] == "tool" for message in messages):
-            raise unusable(
-                "tool messages", "they need their answers: set regenerate.turns = 'last'"
-            )
-        parts = _parts_ending_with_user(messages)
-    if not parts or not parts[0] or parts[-1][-1]["role"] == "assistant":
-        raise unusable("nothing to answer", "no user message stands before an answer")
-    return Dialogue(
-        id=conversation.id,
-        source=conversation.source,
-        turns=parts,
-        tools=[dict(tool) for tool in conversation.tools] if conversation.tools else None,
-        has_given_answers=any(each["role"] == "assistant" for part in parts for each in part),
-    )
-
-
-def render_prompt(
-    dialogue: Dialogue,
-    tokenizer: PreTrainedTokenizerBase,
-    template_arguments: Mapping[str, Any],
-) -> None:
-    """Adds the next given messages and sets the tokens that the target is to go on from.
-
-    Raises:
-        UnusableConversationError: The chat template refuses the messages.
-    """
-    dialogue.messages += dialogue.turns[len(dialogue.written)]
-    try:
-        dialogue.prompt_ids = render(
-            dialogue.messages,
-            tokenizer,
-            template_arguments,
-            tools=dialogue.tools,
-            add_generation_prompt=True,
-        )
-    except Exception as error:  # A template raises whatever it likes.
-        raise UnusableConversationError(
-            "chat template refuses it", source=dialogue.source, detail=str(error)
-        ) from error
+def answer_here(
+    dialogues: Sequence[Dialogue],
+    target: TargetConfig,
+    data: DataConfig,
+    config: RegenerateConfig,
+    problems: Problems,
+    *,
+    device: str | None = None,
+) -> Iterator[list[Dialogue]]:
+    """Answers dialogues with the target loaded here, batch by batch."""
+    loaded = load_target(target, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    generator = Generator(loaded, resolve_target(target), config)
+    usable = []
+    for dialogue in dialogues:
+        try:
+            render_prompt(dialogue, loaded.tokenizer, data.template_arguments)
+            generator.check_length(dialogue.prompt_ids, source=dialogue.source)
+        except UnusableConversationError as problem:
+            problems.add(problem)
+        else:
+            usable.append(dialogue)
+    for batch in batches_by_length(usable, config.batch_size):
+        answer_batch(batch, generator, loaded.tokenizer, data.template_arguments)
+        yield batch
 
 
 def batches_by_length(dialogues: Sequence[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
@@ -171,7 +118,7 @@ def batches_by_length(dialogues: Sequence[Dialogue], batch_size: int) -> Iterato
         yield by_length[start : start + batch_size]
 
 
-def answer(
+def answer_batch(
     batch: Sequence[Dialogue],
     generator: Generator,
     tokenizer: PreTrainedTokenizerBase,
@@ -185,54 +132,21 @@ def answer(
             has_ended = answer_ids[-1] in generator.stop_ids
             text_ids = answer_ids[:-1] if has_ended else answer_ids
             text = tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
-            dialogue.messages.append({"role": "assistant", "content": text})
             dialogue.written.append(dialogue.prompt_ids + answer_ids)
-            dialogue.was_cut = not has_ended
-        unfinished = [each for each in waiting if len(each.written) < len(each.turns)]
+            dialogue.add_answer(
+                {"role": "assistant", "content": text},
+                num_tokens=len(answer_ids),
+                was_cut=not has_ended,
+            )
+        unfinished = [dialogue for dialogue in waiting if not dialogue.is_finished]
         waiting = []
         for dialogue in unfinished:
-            if dialogue.was_cut:
-                continue
-            num_answered = len(dialogue.messages)
+            num_messages = len(dialogue.messages)
             render_prompt(dialogue, tokenizer, template_arguments)
             if generator.fits(dialogue.prompt_ids):
                 waiting.append(dialogue)
             else:
-                del dialogue.messages[num_answered:]
-
-
-def record(
-    dialogue: Dialogue,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The JSON line of an answered dialogue.
-
-    `num_tokens` and `tokens` (a hash) are recorded when the conversation, rendered anew, begins
-    with exactly the tokens that the target saw and wrote, for every answer. `extract` then ends the
-    sequence there: an answer broken off at the limit gets no end of turn that nobody produced.
-    `greedy` holds only then, with greedy decoding, and when no given answer stands in between.
-
-    Raises:
-        UnusableConversationError: An answer is empty.
-    """
-    if not all(message["content"].strip() for message in _answers(dialogue)):
-        raise UnusableConversationError("empty answer", source=dialogue.source)
-    rendered = render(dialogue.messages, tokenizer, data.template_arguments, tools=dialogue.tools)
-    is_exact = all(is_prefix(written, rendered) for written in dialogue.written)
-    generation = dict(settings)
-    generation["finish"] = "length" if dialogue.was_cut else "stop"
-    generation["greedy"] = (
-        is_exact and settings["temperature"] == 0.0 and not dialogue.has_given_answers
-    )
-    if is_exact:
-        num_tokens = len(dialogue.written[-1])
-        generation |= {"num_tokens": num_tokens, "tokens": tokens_id(rendered[:num_tokens])}
-    line: dict[str, Any] = {"id": dialogue.id, "messages": dialogue.messages}
-    if dialogue.tools:
-        line["tools"] = dialogue.tools
-    return line | {"generation": generation}
+                del dialogue.messages[num_messages:]
 
 
 def generation_settings(
@@ -294,36 +208,31 @@ def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
-def _parts_ending_with_user(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Given messages without answers, a new part after each user message; a tail is dropped."""
-    parts: list[list[dict[str, Any]]] = []
-    part: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            continue
-        part.append(message)
-        if message["role"] == "user":
-            parts.append(part)
-            part = []
-    return parts
+def _start_or_skip(
+    conversation: Conversation, config: RegenerateConfig, problems: Problems
+) -> Dialogue | None:
+    try:
+        return start_dialogue(conversation, turns=config.turns)
+    except UnusableConversationError as problem:
+        problems.add(problem)
+        return None
 
 
-def _answers(dialogue: Dialogue) -> list[dict[str, Any]]:
-    """The answers just written, without those that were given."""
-    answers = [message for message in dialogue.messages if message["role"] == "assistant"]
-    return answers[-len(dialogue.written) :]
-
-
-def _usable(records: Iterator[dict[str, Any]], problems: Problems) -> list[dict[str, Any]]:
-    """Takes the records that can be made; counts the others."""
-    usable = []
-    while True:
+def _lines(
+    batch: Sequence[Dialogue],
+    tokenizer: PreTrainedTokenizerBase,
+    template_arguments: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    problems: Problems,
+) -> list[dict[str, Any]]:
+    """The lines of the dialogues that can be recorded; the others are counted."""
+    lines = []
+    for dialogue in batch:
         try:
-            usable.append(next(records))
-        except StopIteration:
-            return usable
+            lines.append(record(dialogue, tokenizer, template_arguments, settings))
         except UnusableConversationError as problem:
             problems.add(problem)
+    return lines
 
 
 class _Progress:
@@ -338,7 +247,7 @@ class _Progress:
     def show(self, batch: Sequence[Dialogue]) -> None:
         elapsed_s = time.monotonic() - self._start_s
         self._num_answered += len(batch)
-        self._num_tokens += sum(len(each.written[-1]) - len(each.prompt_ids) for each in batch)
+        self._num_tokens += sum(each.num_new_tokens for each in batch)
         left_s = elapsed_s / self._num_answered * (self._num_dialogues - self._num_answered)
         print(
             f"answered {self._num_answered}/{self._num_dialogues}"

@@ -11,8 +11,9 @@ import torch
 from stage1_extract import regenerate as module
 from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
 from stage1_extract.conversations import parse_conversation, read_conversations
+from stage1_extract.dialogues import start_dialogue
 from stage1_extract.problems import UnusableConversationError
-from stage1_extract.regenerate import append_lines, regenerate, start_dialogue
+from stage1_extract.regenerate import append_lines, regenerate
 from stage1_extract.sequences import to_sequence
 from stage1_extract.target import load_target
 from stage1_extract.target_identity import weights_id
