@@ -92,11 +92,11 @@ def attend_packed(
     ends = cu_seq_lens_q.tolist()
     outputs = []
     for start, end in itertools.pairwise(ends):
-        one = (each[:, :, start:end] for each in (query, key, value))
+        q, k, v = (each[:, :, start:end] for each in (query, key, value))
         if needs_scores:
-            outputs.append(_attend_by_scores(*one, scaling, sliding_window, softcap, s_aux))
+            outputs.append(_attend_by_scores(q, k, v, scaling, sliding_window, softcap, s_aux))
         else:
-            outputs.append(_attend_by_sdpa(*one, scaling, sliding_window))
+            outputs.append(_attend_by_sdpa(q, k, v, scaling, sliding_window))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -124,6 +124,7 @@ def _attend_by_kernel(
 
     # Older torch takes fewer key heads without being told.
     knows_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if knows_gqa else {}
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -134,7 +135,7 @@ def _attend_by_kernel(
         longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **({"enable_gqa": True} if knows_gqa else {}),
+        **options,
     )
     assert isinstance(output, Tensor)
     return output[None]
