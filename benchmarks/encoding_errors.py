@@ -25,7 +25,6 @@ from storage.encodings import (
 )
 from storage.reader import Snapshot, open_store
 
-
 RECORDED = ("token_median", "channel_median", "channel_worst")
 
 

@@ -37,6 +37,18 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def command_line() -> str:
+    """The command that runs, folders of this machine left out."""
+    return shlex.join(["python", *(_relative(argument) for argument in sys.argv)])
+
+
+def _relative(argument: str) -> str:
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(HERE.parent)) if path.is_relative_to(HERE.parent) else path.name
+
+
 def record(
     title: str,
     figures: Mapping[str, tuple[float, str, str]],
@@ -56,7 +68,7 @@ def record(
         "device": device,
         "commit": git_commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_line(),
         "versions": versions_of(packages),
     }
     with (HERE / "results.jsonl").open("a") as lines:
