@@ -121,7 +121,7 @@ class Ours:
     def loss(self, epoch: int, windows: Sequence[Window]) -> Tensor:
         """Give the loss of one packed batch."""
         batch = next(self.batches.batches(self.bench.snapshot, [windows], epoch=epoch))
-        result, _ = batch_loss(
+        result = batch_loss(
             self.module,
             batch,
             head=self.head,
