@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from stage2_train.config import OptimizerConfig
 
+EPS = 1e-8
+
 
 def learning_rate(step: int, *, total_steps: int, config: OptimizerConfig) -> float:
     """Gives the rate of update number `step` (from 0): linear warm-up, then cosine to zero."""
@@ -53,11 +55,14 @@ class MasterAdamW:
             ],
             lr=config.learning_rate,
             betas=config.betas,
+            eps=EPS,
             fused=True,
         )
 
     def step(self, rate: float) -> Float[Tensor, ""]:
         """Clips the gradients, updates, and gives their norm before clipping; does not wait."""
+        if self.parameters[0].is_cuda and self.parameters[0] is not self.masters[0]:
+            return self._fused_step(rate)
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -69,6 +74,53 @@ class MasterAdamW:
         self.adamw.zero_grad(set_to_none=True)
         self._publish()
         return norm
+
+    @torch.no_grad()
+    def _fused_step(self, rate: float) -> Float[Tensor, ""]:
+        """Does the same with one kernel a tensor, which reads bf16 gradients as they are."""
+        # Imported here, for a CPU needs no Triton.
+        from stage2_train.optimizer_kernels import adamw_update
+
+        gradients = [_gradient_of(parameter) for parameter in self.parameters]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        gradient_scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        decay_of = {
+            id(master): group["weight_decay"]
+            for group in self.adamw.param_groups
+            for master in group["params"]
+        }
+        for master, parameter, gradient in zip(
+            self.masters, self.parameters, gradients, strict=True
+        ):
+            state = self._state_of(master)
+            state["step"] += 1
+            adamw_update(
+                master.detach(),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                parameter.detach(),
+                gradient,
+                gradient_scale=gradient_scale,
+                learning_rate=rate,
+                betas=self.config.betas,
+                eps=EPS,
+                weight_decay=decay_of[id(master)],
+                step=int(state["step"]),
+            )
+            parameter.grad = None
+        return norm
+
+    def _state_of(self, master: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.adamw.state[master]
+        if not state:
+            # The step count stays on the host: reading it must not wait for the device.
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        return state
 
     def weights(self) -> dict[str, Tensor]:
         """Gives the master weights by name."""
@@ -88,11 +140,17 @@ class MasterAdamW:
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(weights[name])
             self.adamw.state[master] = {
-                kind: _like_fresh_state(kind, value, master)
+                kind: self._like_fresh_state(kind, value, master)
                 for kind in ("step", "exp_avg", "exp_avg_sq")
                 if (value := state.get(f"{kind}.{name}")) is not None
             }
         self._publish()
+
+    def _like_fresh_state(self, kind: str, value: Tensor, master: nn.Parameter) -> Tensor:
+        if kind != "step":
+            return value.to(master)
+        is_on_host = master.is_cuda and self.parameters[0] is not self.masters[0]
+        return value.to("cpu" if is_on_host else master.device, torch.float32).clone()
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -106,6 +164,6 @@ class MasterAdamW:
             torch._foreach_copy_(list(parameters), list(masters))
 
 
-def _like_fresh_state(kind: str, value: Tensor, master: Tensor) -> Tensor:
-    # The fused kernel wants the step count where the weights are, as a tensor of its own.
-    return value.to(master.device, torch.float32).clone() if kind == "step" else value.to(master)
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    # A batch without a label gives no gradient to some weights; AdamW still decays their moments.
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
