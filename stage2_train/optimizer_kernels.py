@@ -47,7 +47,7 @@ def adamw_update(
     )
 
 
-@triton.jit(do_not_specialize=["rate", "keep", "correction"])
+@triton.jit
 def _adamw(
     master,
     exp_avg,

@@ -1,0 +1,40 @@
+"""Useful arithmetic of a training step, so that a rate can be held against the hardware's."""
+
+from stage2_train.architecture import DrafterArchitecture
+
+
+def step_flops(
+    architecture: DrafterArchitecture,
+    *,
+    num_context_tokens: int,
+    num_blocks: int,
+    num_rows: int,
+    num_seen_pairs: int,
+) -> int:
+    """Counts the multiply-adds of forward and backward, two operations each.
+
+    A trained matrix costs three products a token, the frozen LM head two; attention costs two
+    products forward and five backward over the pairs that the mask lets see each other.
+
+    Args:
+        architecture: the drafter's shape.
+        num_context_tokens: context tokens of the batch.
+        num_blocks: blocks of the batch.
+        num_rows: rows of the loss.
+        num_seen_pairs: pairs of a query and a key that it sees, in one layer.
+    """
+    hidden = architecture.hidden_size
+    query = architecture.num_attention_heads * architecture.head_dim
+    key_value = 2 * architecture.num_key_value_heads * architecture.head_dim
+    block_tokens = num_blocks * architecture.block_size
+    layer_weights = hidden * (2 * query + key_value + 3 * architecture.intermediate_size)
+    context_weights = hidden * key_value
+    layers = architecture.num_hidden_layers
+    trained = layers * (layer_weights * block_tokens + context_weights * num_context_tokens)
+    trained += len(architecture.target_layer_ids) * hidden * hidden * num_context_tokens
+    # The states are given: `fc` needs no gradient of its input.
+    trained_products = 3 * trained
+    trained_products -= len(architecture.target_layer_ids) * hidden * hidden * num_context_tokens
+    head = 2 * num_rows * hidden * architecture.vocab_size
+    attention = 7 * layers * num_seen_pairs * query
+    return 2 * (trained_products + head + attention)
