@@ -21,3 +21,10 @@ def test_the_run_file_page_is_what_the_settings_say() -> None:
     assert written == load(DOCS / "write_run_file_page.py").page(), (
         "settings changed; run: python docs/write_run_file_page.py"
     )
+
+
+def test_the_scale_page_is_what_its_formulas_give() -> None:
+    written = (DOCS / "internet-scale.md").read_text(encoding="utf-8")
+    assert written == load(DOCS / "write_internet_scale_page.py").page(), (
+        "a constant or formula changed; run: python docs/write_internet_scale_page.py"
+    )

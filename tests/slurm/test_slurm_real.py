@@ -104,6 +104,7 @@ class Run:
         self.folder = folder
         self.environment = {**environment, "NAPS": str(folder)}
         self.nap(extract=0.0, train=0.0)
+        self.waiting_since_s: dict[str, float] = {}
         cheap = {"cpus": 2, "time": "10"}
         tables = {
             "run_dir": str(folder / "run"),
@@ -184,12 +185,22 @@ class Run:
         end_s = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < end_s, f"{what}; queue {self.queue()}\n{self.all_logs()}"
-            for job_id, state, reason in self.queue():
-                if state == "PENDING" and reason == "BeginTime":
-                    # Queued again; it need not sit out Slurm's two minutes.
-                    arguments = ["scontrol", "update", f"jobid={job_id}", "StartTime=now"]
-                    subprocess.run(arguments, env=self.environment, capture_output=True)
+            self.hurry()
             time.sleep(0.5)
+
+    def hurry(self) -> None:
+        """Starts jobs that were queued again, which would sit out two minutes.
+
+        Not at once: a start in the second of the requeue fails, its credential being revoked.
+        """
+        waiting = {job_id for job_id, state, reason in self.queue() if reason == "BeginTime"}
+        self.waiting_since_s = {
+            job_id: self.waiting_since_s.get(job_id, time.monotonic()) for job_id in waiting
+        }
+        for job_id, since_s in self.waiting_since_s.items():
+            if time.monotonic() > since_s + 3:
+                arguments = ["scontrol", "update", f"jobid={job_id}", "StartTime=now"]
+                subprocess.run(arguments, env=self.environment, capture_output=True)
 
     def wait_for_end(self) -> None:
         self.wait_for(lambda: not self.queue(), "jobs have not ended")
