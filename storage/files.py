@@ -1,5 +1,7 @@
 """Files written whole or not at all, on a local or shared file system."""
 
+import contextlib
+import errno
 import os
 import shutil
 import uuid
@@ -7,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from storage.errors import DamagedShardError, explain_os_errors
+from storage.errors import DamagedShardError, StoreWriteError, explain_os_errors
 from storage.layout import TEMPORARY
 
 Buffer = memoryview | bytes | bytearray
@@ -72,6 +74,10 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # File systems that keep names on a server refuse to flush folders, for there is no need.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -174,6 +180,22 @@ def _drop_filled(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
     return [buffers[0][num_bytes:], *buffers[1:]] if buffers else []
 
 
+def _link(source: Path, name: Path) -> bool:
+    """Gives a file another name, if that name is free."""
+    try:
+        os.link(source, name)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        raise StoreWriteError(
+            f"cannot create {name}: its file system has no hard links, which commits need; "
+            "put the store on another file system or into an object store"
+        ) from error
+    return True
+
+
 class LocalFiles:
     """Files below a folder of a local or shared file system with hard links."""
 
@@ -205,13 +227,9 @@ class LocalFiles:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            try:
-                os.link(temporary, final)
-            except FileExistsError:
-                return final.read_bytes() == bytes(data)
-            finally:
-                self._sync_up(final.parent)
-            return True
+            linked = _link(temporary, final)
+            self._sync_up(final.parent)
+            return linked or final.read_bytes() == bytes(data)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -219,7 +237,9 @@ class LocalFiles:
         for parent in (folder, *folder.parents):
             sync_folder(parent)
             if parent == self.root:
-                sync_folder(parent.parent)
+                # The folder above may be one that we may not look into; it is not ours.
+                with contextlib.suppress(PermissionError):
+                    sync_folder(parent.parent)
                 return
 
     def read(self, path: str) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from storage import layout
 from storage.commits import committed_units, read_added, read_commit
+from storage.errors import DamagedShardError
 from storage.files import Files, LocalFiles
 from storage.places import files_at
 from storage.records import create_record
@@ -58,13 +59,17 @@ def _orphaned_attempts(files: Files) -> Iterator[str]:
         for name in files.names(f"{layout.SHARDS}/{fan_out}"):
             unit_text, _, attempt = name.partition(".")
             unit = UnitId.parse(unit_text)
-            if unit not in committed or attempt not in _attempts_in_use(files, unit):
+            if unit not in committed or not _may_be_in_use(files, unit, attempt):
                 yield f"{layout.SHARDS}/{fan_out}/{name}"
 
 
-def _attempts_in_use(files: Files, unit: UnitId) -> set[str]:
-    records = [read_commit(files, unit), *read_added(files, unit)]
-    return {record.attempt for record in records}
+def _may_be_in_use(files: Files, unit: UnitId, attempt: str) -> bool:
+    """Whether a record of the unit names the attempt, or cannot be asked any more."""
+    try:
+        records = [read_commit(files, unit), *read_added(files, unit)]
+    except DamagedShardError:
+        return True
+    return attempt in {record.attempt for record in records}
 
 
 def _unfinished_files(files: LocalFiles) -> Iterator[str]:

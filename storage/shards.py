@@ -26,7 +26,7 @@ from storage.errors import DamagedShardError, StoreError
 from storage.files import Files, RangeReader
 from storage.schema import CHUNK_TOKENS, UnitId
 
-OPEN_SHARDS = 64
+OPEN_SHARDS = 32
 """Shards whose files stay open at once."""
 
 Destinations = Mapping[str, Shaped[np.ndarray, "tokens width"]]

@@ -1,6 +1,6 @@
 """Find damage: every record, every file's size and, if asked, every byte of a store."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,9 +90,9 @@ def verify_store(
         num_threads: shards checked at once.
     """
     files = files_at(store_dir)
-    report = VerifyReport(problems=list(_check_records(files)))
-    planned = _planned(files, report.problems)
     units = sorted(committed_units(files) - tombstoned_units(files))
+    report = VerifyReport(problems=list(_check_records(files)))
+    planned = _planned(files, units, report.problems)
 
     def check(unit: UnitId) -> VerifyReport:
         return _check_shard(files, unit, planned, full)
@@ -102,7 +102,7 @@ def verify_store(
             report.num_shards += shard.num_shards
             report.num_sequences += shard.num_sequences
             report.num_bytes += shard.num_bytes
-            report.problems += shard.problems
+            report.problems += [p for p in shard.problems if p not in report.problems]
             if progress is not None:
                 progress(done, len(units))
     return report
@@ -145,13 +145,15 @@ def _check_catalog(files: Files, name: str, committed: set[UnitId]) -> Iterator[
         yield Problem(str(unit), None, None, (), message)
 
 
-def _planned(files: Files, problems: list[Problem]) -> dict[UnitId, list[str]]:
+def _planned(files: Files, units: list[UnitId], problems: list[Problem]) -> dict[UnitId, list[str]]:
+    """Ids by unit of all generations that have a plan, or shards and therefore should have one."""
     planned: dict[UnitId, list[str]] = {}
-    for number in range(len(files.names(layout.GENERATIONS))):
+    numbers = range(len(files.names(layout.GENERATIONS)))
+    for number in sorted({*numbers, *(unit.generation for unit in units)}):
         try:
             planned |= read_generation(files, number)
-        except StoreError as error:
-            problems.append(Problem(None, None, None, (), str(error)))
+        except (StoreError, FileNotFoundError) as error:
+            problems.append(Problem(None, None, None, (), f"plan of generation {number}: {error}"))
     return planned
 
 
@@ -174,11 +176,22 @@ def _check_shard(
         report.problems.append(Problem(str(unit), None, None, (), f"commit record: {error}"))
         return report
     report.num_sequences = len(commit.sequence_ids)
+    report.problems += _check_layers(files, records)
     report.problems += _check_membership(commit, planned.get(unit))
     for record in records:
         report.problems += _check_files(files, commit, record, full)
         report.num_bytes += sum(size for _, _, size in expected_files(record))
     return report
+
+
+def _check_layers(files: Files, records: Sequence[LayersRecord]) -> Iterator[Problem]:
+    """Problems of layers that nobody can decode."""
+    for name in sorted({name for record in records for name in record.layers}):
+        try:
+            files.size(layout.layer_record(name))
+        except FileNotFoundError:
+            message = f"{files}/{layout.layer_record(name)} is missing; restore it from a copy"
+            yield Problem(None, name, None, (), message)
 
 
 def _check_files(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,3 +117,27 @@ def test_unfinished_files_have_no_name(tmp_path: Path) -> None:
     (tmp_path / "seen").write_bytes(b"")
     assert LocalFiles(tmp_path).names("") == ["seen"]
     assert LocalFiles(tmp_path).names("nowhere") == []
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_without_links_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(StoreWriteError, match="no hard links"):
+        LocalFiles(tmp_path).create("record", b"x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_folders_that_cannot_be_flushed_are_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flush(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "no")
+
+    monkeypatch.setattr("os.fsync", flush)
+    assert LocalFiles(tmp_path).create("folder/record", b"x")

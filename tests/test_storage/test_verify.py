@@ -134,3 +134,12 @@ def test_a_lost_commit_is_found_through_the_catalog(folded_dir: Path) -> None:
 def test_a_place_without_a_store_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no store"):
         verify_store(tmp_path, full=False)
+
+
+@pytest.mark.parametrize("lost", ["layers/9.json", "generations/00000.json", "plans", "tokenizer"])
+def test_lost_records_are_found_and_no_shard_is_blamed(folded_dir: Path, lost: str) -> None:
+    path = next(path for path in files_of(folded_dir) if lost in str(path.relative_to(folded_dir)))
+    path.unlink()
+    problems = verify_store(folded_dir, full=False).problems
+    assert len(problems) == 1
+    assert problems[0].shard is None
