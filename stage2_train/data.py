@@ -167,7 +167,7 @@ def wait_for_store(
             return None
         sleep(POLL_S)
         waited_s += POLL_S
-    return store
+    return None if is_stopped() else store  # The signal may have come in the last nap.
 
 
 def _filled_store(run: DrafterRun) -> Store | None:
