@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dflash_offline.sampling import accept_sampled, clip_gain, sampling_probabilities
 
-VOCAB_SIZE, NUM_DRAWS = 5, 20_000
+VOCAB_SIZE, NUM_DRAWS = 5, 200_000
 
 
 @pytest.mark.parametrize("num_drafted", [0, 1, 2])

@@ -8,6 +8,7 @@ import torch
 
 from dflash_offline.decode_target import TargetDecoder, capture
 from dflash_offline.speculate import DecodingSettings, decode
+from stage2_train.draft import draft_logits
 from stage2_train.walk import WalkSequence, supervised_runs, walk, walk_store
 from storage.encodings import encode
 from storage.reader import open_store
@@ -72,6 +73,38 @@ def test_walk_is_real_decoding(make_target, make_drafter, make_head, architectur
     assert walked.acceptance_length > 1.0
     flat = [length for request in expected for length in request]
     assert 1 + sum(walked.accepted_by_offset) == pytest.approx(sum(flat) / len(flat))
+
+
+def test_walk_drafts_the_very_blocks_of_decoding(make_target, make_drafter, make_head, monkeypatch):
+    """Anchors and block lengths, near a stop (whole blocks) and near the limit (shorter ones)."""
+    target = make_target(vocab_size=12).double()
+    torch.manual_seed(4)
+    prompts = [torch.randint(0, 11, (n,)).tolist() for n in (1, 2, 3, 5, 8, 13, 7, 4)]
+    sequences = greedy_sequences(target, prompts, max_new_tokens=30)
+    drafter = make_drafter(target)
+    head = dataclasses.replace(make_head(target), eos_token_ids=STOPS)
+    drafted = {"stage2_train.walk": [], "dflash_offline.speculate": []}
+    for module, blocks in drafted.items():
+        monkeypatch.setattr(
+            f"{module}.draft_logits",
+            lambda *args, blocks=blocks, **kwargs: (
+                blocks.append((kwargs["anchors"].item(), kwargs["block_lengths"].item())),
+                draft_logits(*args, **kwargs),
+            )[1],
+        )
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        walk(drafter, head, [sequence])
+        decode(
+            TargetDecoder(target, layer_ids=LAYER_IDS),
+            [prompt],
+            settings=DecodingSettings(max_new_tokens=30, stop_token_ids=STOPS),
+            batch_size=1,
+            drafter=drafter,
+            head=head,
+        )
+    assert drafted["stage2_train.walk"] == drafted["dflash_offline.speculate"]
+    assert {length for _, length in drafted["stage2_train.walk"]} > {2, 5}
+    assert any(sequence.token_ids[-1] in STOPS for sequence in sequences)
 
 
 def test_an_answer_of_one_token_has_no_block(make_target, make_drafter, make_head):
