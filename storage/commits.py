@@ -9,9 +9,13 @@ import numpy as np
 from jaxtyping import UInt32
 
 from storage import layout
+from storage.errors import StoreError
 from storage.files import Files
 from storage.records import read_record
 from storage.schema import UnitId, ids_digest
+
+PROFILE = "raw"
+"""How chunks lie in an array's file: as they are, one after another."""
 
 TOKEN_BYTES = 5
 """Bytes of one token in the tokens file: int32 id and uint8 loss mask."""
@@ -53,11 +57,16 @@ class ArrayRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
-        return {**self.__dict__, "profile": "raw", "checksums": pack_uint32(self.checksums)}
+        return {**self.__dict__, "profile": PROFILE, "checksums": pack_uint32(self.checksums)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ArrayRecord":
         """The record read back from a commit."""
+        if value["profile"] != PROFILE:
+            raise StoreError(
+                f"an array has profile {value['profile']!r}, this program reads {PROFILE!r}; "
+                "use a newer one"
+            )
         known = {k: v for k, v in value.items() if k != "profile"}
         return cls(**{**known, "checksums": unpack_uint32(value["checksums"])})
 
