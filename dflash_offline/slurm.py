@@ -6,6 +6,7 @@ what is alive is in Slurm's queue. So every command may be repeated at any time.
 """
 
 import hashlib
+import json
 import os
 import shlex
 import sys
@@ -305,14 +306,11 @@ def _ids(tasks: Sequence[QueuedTask]) -> list[str]:
 
 def _last_state(drafter_dir: Path) -> tuple[int, bool]:
     """Step of a drafter's newest checkpoint, and whether it ended its training."""
-    if not (drafter_dir / "checkpoints").exists():
-        return 0, False
-    from stage2_train.checkpoint import list_checkpoints, read_state
-
-    for checkpoint in list_checkpoints(drafter_dir):
+    for checkpoint in sorted((drafter_dir / "checkpoints").glob("step-*"), reverse=True):
         try:
-            state = read_state(checkpoint)
-        except (OSError, ValueError):
+            # Not by `stage2_train.checkpoint`: a command on a login node need not load torch.
+            state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+            return int(state["step"]), bool(state["is_done"])
+        except (OSError, ValueError, KeyError):
             continue  # Torn: the drafter goes on from an earlier one.
-        return int(state["step"]), bool(state.get("is_done", False))
     return 0, False

@@ -285,7 +285,7 @@ def test_preempted_jobs_go_on(make_run, plain_digest):
 
 
 def test_cancelled_stays_cancelled_and_retry_goes_on(make_run, plain_digest):
-    run = make_run()
+    run = make_run(extract={"tasks": 1})
     run.nap(extract=1.0, train=1.0)
     submitted = run.dflash("slurm")
     run.wait_for(lambda: run.num_committed() > 0, "nothing was committed")
@@ -306,11 +306,11 @@ def test_cancelled_stays_cancelled_and_retry_goes_on(make_run, plain_digest):
 
 
 def test_a_killed_task_is_what_retry_submits(make_run, plain_digest):
-    # One at a time and the others held, so that no living task takes over the killed one's units.
-    run = make_run(extract={"tasks": 3, "tasks_at_once": 1})
+    # One at a time and the other held, so that no living task takes over the killed one's units.
+    run = make_run(extract={"tasks": 2, "tasks_at_once": 1})
     run.nap(extract=1.0)
     job_id = re.search(r"extract: job (\d+)", run.dflash("slurm"))[1]
-    run.slurm("scontrol", "hold", f"{job_id}_1", f"{job_id}_2")
+    run.slurm("scontrol", "hold", f"{job_id}_1")
     run.wait_for(lambda: run.num_committed() == 1, "nothing was committed")
     _kill_worker(run.folder)
     run.wait_for(lambda: run.state_of(f"{job_id}_0") == "FAILED", "the task has not failed")
