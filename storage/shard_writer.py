@@ -1,7 +1,8 @@
 """Append sequences to a new shard, or new layers to a committed one, and seal it."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import numpy as np
@@ -12,6 +13,7 @@ from storage import layout
 from storage.arrays import ArrayWriter
 from storage.commits import AddedLayers, ArrayRecord, CommitRecord, read_added, read_commit
 from storage.encodings import EncodedStates, encoding_named
+from storage.errors import StoreError
 from storage.files import Files
 from storage.records import create_record
 from storage.schema import LayerRecord, UnitId
@@ -109,6 +111,7 @@ class Attempt:
         self._dir = layout.attempt(unit, self._id)
         self._arrays = LayerArrays(files, self._dir, layers)
         self._sealed = False
+        self._is_whole = True
         try:
             self._open()
         except BaseException:
@@ -117,6 +120,15 @@ class Attempt:
 
     def _open(self) -> None:
         self._arrays.open()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Bars everything after a write that failed half-way: rows would no longer fit."""
+        if not self._is_whole:
+            raise StoreError(f"a write to unit {self.unit} failed before; start the unit again")
+        self._is_whole = False
+        yield
+        self._is_whole = True
 
     def _commit(self, path: str, record: CommitRecord | AddedLayers) -> bool:
         """Makes everything durable, then the record: exclusively and last."""
@@ -189,8 +201,9 @@ class ShardWriter(Attempt):
             raise ValueError(f"sequence {sequence_id!r} has no tokens")
         self._arrays.check(sequence_id, len(token_ids), states)
         packed = token_ids.astype("<i4").tobytes() + loss_mask.astype(np.uint8).tobytes()
-        self._tokens.write(packed)
-        self._arrays.append(states)
+        with self._writing():
+            self._tokens.write(packed)
+            self._arrays.append(states)
         supervised = int(np.count_nonzero(loss_mask[:-1] & loss_mask[1:]))
         self._sequences[sequence_id] = (len(token_ids), supervised, greedy, crc32c(packed))
         self.num_tokens += len(token_ids)
@@ -220,8 +233,9 @@ class ShardWriter(Attempt):
                 f"unit {self.unit} lacks {len(missing)} planned sequences, e.g. {min(missing)!r}; "
                 "append or skip each before sealing"
             )
-        self._tokens.close()
-        layers, scales = self._arrays.finish()
+        with self._writing():
+            self._tokens.close()
+            layers, scales = self._arrays.finish()
         rows = list(self._sequences.values())
         record = CommitRecord(
             unit=self.unit,
@@ -275,7 +289,8 @@ class LayersWriter(Attempt):
             raise ValueError(f"unit {self.unit}: expected {expected}, got {sequence_id!r}")
         num_tokens = self._lengths[sequence_id]
         self._arrays.check(sequence_id, num_tokens, states)
-        self._arrays.append(states)
+        with self._writing():
+            self._arrays.append(states)
         self._left.pop()
         self.num_tokens += num_tokens
         self.num_bytes += num_tokens * self._arrays.token_bytes
@@ -284,7 +299,8 @@ class LayersWriter(Attempt):
         """Flushes everything, then commits the added layers; False if another attempt was first."""
         if self._left:
             raise ValueError(f"unit {self.unit} lacks {len(self._left)} sequences' new layers")
-        layers, scales = self._arrays.finish()
+        with self._writing():
+            layers, scales = self._arrays.finish()
         record = AddedLayers(
             unit=self.unit,
             attempt=self._id,

@@ -141,3 +141,26 @@ def test_folders_that_cannot_be_flushed_are_fine(
 
     monkeypatch.setattr("os.fsync", flush)
     assert LocalFiles(tmp_path).create("folder/record", b"x")
+
+
+def test_after_a_failed_write_a_shard_takes_no_more(
+    store_dir: Path, making: SimpleNamespace
+) -> None:
+    store = making.make_store(store_dir, num_units=1)
+    (unit,) = store.units()
+    first, second, *_ = store.sequences_of(unit)
+    with store.start_shard(unit) as shard:
+        with pytest.MonkeyPatch.context() as patch:
+            # The third write fails: tokens and one layer are there, the others are not.
+            FailingDisk(patch, errno.ENOSPC, 2)
+            with pytest.raises(StoreWriteError, match="disk is full"):
+                shard.append(**making.make_sequence(first))
+        with pytest.raises(StoreError, match="start the unit again"):
+            shard.append(**making.make_sequence(second))
+        for sequence_id in store.sequences_of(unit):
+            shard.skip(sequence_id=sequence_id, reason="to get as far as sealing")
+        with pytest.raises(StoreError, match="start the unit again"):
+            shard.seal()
+    assert list(store_dir.glob("shards/*/*")) == []
+    making.fill(store)
+    assert verify_store(store_dir, full=True).ok
