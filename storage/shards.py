@@ -1,5 +1,6 @@
 """One committed shard: its token arrays and layer arrays, read by range and verified."""
 
+import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from storage.arrays import block_checksums, bytes_of
 from storage.buffers import BufferPool
 from storage.commits import (
     TOKEN_BYTES,
+    AddedLayers,
     ArrayRecord,
     CommitRecord,
     LayersRecord,
@@ -41,6 +43,7 @@ class ShardReader:
         self.unit = unit
         self._lock = threading.Lock()
         self._readers: dict[str, RangeReader] = {}
+        self._added: list[AddedLayers] = []
 
     @cached_property
     def commit(self) -> CommitRecord:
@@ -100,15 +103,19 @@ class ShardReader:
 
     def _sources(self, layers: Sequence[str]) -> list[LayersRecord]:
         """The records that together hold these layers; StoreError if some are nowhere."""
-        if self.commit.layers.keys() >= set(layers):
+        wanted = set(layers)
+        if wanted <= _names([self.commit]):
             return [self.commit]
-        sources = [self.commit, *read_added(self._files, self.unit)]
-        held = [name for source in sources for name in source.layers]
-        missing = [name for name in layers if name not in held]
+        if not wanted <= _names([self.commit, *self._added]):
+            # Layers can have been added since this shard was opened.
+            self._added = read_added(self._files, self.unit)
+        sources = [self.commit, *self._added]
+        missing = wanted - _names(sources)
         if missing:
             raise StoreError(
-                f"shard {self.unit} of {self._files} lacks layers {', '.join(missing)}; it has "
-                f"{', '.join(held)}: run `store add-layers`, or choose among these"
+                f"shard {self.unit} of {self._files} lacks layers {', '.join(sorted(missing))}; it "
+                f"has {', '.join(sorted(_names(sources)))}: run `store add-layers`, or choose "
+                "among these"
             )
         return sources
 
@@ -164,14 +171,12 @@ class ShardReader:
         pieces = [before, bytes_of(rows), behind]
         offset = (self._first_token[place] + low) * array.row_bytes
         self._fill(layout.array_data(path), offset, pieces, name, place)
-        found = list(block_checksums(pieces, array.row_bytes))
+        found = np.array(list(block_checksums(pieces, array.row_bytes)), dtype=np.uint32)
         block = self._first_block[place] + first
-        wanted = array.checksums[block : block + last - first].tolist()
-        if found != wanted:
-            token = low + CHUNK_TOKENS * [a == b for a, b in zip(found, wanted, strict=True)].index(
-                False
-            )
-            chunk = (self._first_token[place] + token) // CHUNK_TOKENS
+        damaged = np.flatnonzero(found != array.checksums[block : block + last - first])
+        if len(damaged):
+            token = self._first_token[place] + low + CHUNK_TOKENS * int(damaged[0])
+            chunk = token // CHUNK_TOKENS
             raise self._damaged(name, place, f"chunk {chunk} does not match its checksum", chunk)
 
     def _fill(
@@ -179,8 +184,10 @@ class ShardReader:
     ) -> None:
         try:
             self._reader(path).read_into(offset, buffers)
-        except (FileNotFoundError, DamagedShardError) as error:
-            why = "is missing" if isinstance(error, FileNotFoundError) else "is too short"
+        except OSError as error:
+            why = _why_unreadable(error)
+            if why is None:
+                raise
             raise self._damaged(name, place, f"{self._files}/{path} {why}") from error
 
     def _reader(self, path: str) -> RangeReader:
@@ -203,6 +210,21 @@ class ShardReader:
         error.shard, error.layer, error.chunk = str(self.unit), name, chunk
         error.sequence_id = sequence_id
         return error
+
+
+def _names(records: Sequence[LayersRecord]) -> set[str]:
+    return {name for record in records for name in record.layers}
+
+
+def _why_unreadable(error: OSError) -> str | None:
+    """What is wrong with a file of a shard; None if the error is not the file's fault."""
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    if isinstance(error, DamagedShardError):
+        return "is too short"
+    if error.errno in (errno.EIO, errno.ESTALE):
+        return f"cannot be read ({error.strerror})"
+    return None
 
 
 class OpenShards:

@@ -1,3 +1,4 @@
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,3 +241,14 @@ def test_a_store_knows_when_it_is_complete(store_dir: Path, making: SimpleNamesp
     assert not reader.is_complete()
     making.fill(store)
     assert reader.is_complete()
+
+
+def test_a_disk_that_fails_to_read_is_damage(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.preadv", fail)
+    with pytest.raises(DamagedShardError, match="Input/output error"):
+        snapshot.read(0, layers=["1"])
