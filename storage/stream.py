@@ -1,12 +1,13 @@
 """Read batches ahead of their use, in order, with bounded memory."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from storage.encodings import encoded_bytes_per_token
+from storage.errors import DamagedShardError
 from storage.reader import SequenceStates, Snapshot
 
 Item = int | np.integer | tuple[int, slice]
@@ -20,6 +21,7 @@ def read_ahead(
     layers: Sequence[str],
     read_ahead_bytes: int = 1_000_000_000,
     num_threads: int = 4,
+    on_damage: Callable[[DamagedShardError], None] | None = None,
 ) -> Iterator[list[SequenceStates]]:
     """Yields the sequences of each batch, in order, while later ones are being read.
 
@@ -33,6 +35,7 @@ def read_ahead(
         layers: names of the layers to read.
         read_ahead_bytes: memory that waiting batches may fill, in bytes.
         num_threads: reading threads; they release the GIL while they read and verify.
+        on_damage: called for each damaged sequence, which its batch then lacks; None raises.
     """
     token_bytes = _token_bytes(snapshot, layers)
     waiting: deque[tuple[int, list[Future[SequenceStates]]]] = deque()
@@ -55,11 +58,26 @@ def read_ahead(
                 waiting_bytes += batch_bytes
                 batch = next(source, None)
             batch_bytes, futures = waiting.popleft()
-            sequences = [future.result() for future in futures]
+            sequences = list(_results(futures, on_damage))
             waiting_bytes -= batch_bytes
             yield sequences
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _results(
+    futures: Iterable[Future[SequenceStates]],
+    on_damage: Callable[[DamagedShardError], None] | None,
+) -> Iterator[SequenceStates]:
+    for future in futures:
+        try:
+            sequence = future.result()
+        except DamagedShardError as error:
+            if on_damage is None:
+                raise
+            on_damage(error)
+        else:
+            yield sequence
 
 
 def _token_bytes(snapshot: Snapshot, layers: Sequence[str]) -> int:

@@ -102,6 +102,22 @@ def test_errors_come_at_their_place(filled_dir: Path) -> None:
     assert reading_threads() == []
 
 
+def test_damaged_sequences_can_be_left_out_and_counted(filled_dir: Path) -> None:
+    snapshot = open_store(filled_dir).snapshot()
+    (path,) = filled_dir.glob("shards/*/00000-00002.*/layers/1/c/0/0")
+    path.unlink()
+    bad = np.flatnonzero(snapshot.shard_index == 2).tolist()
+    errors: list[DamagedShardError] = []
+    batches = [[0, bad[0], 1], bad]
+    got = list(read_ahead(snapshot, batches, layers=["1"], on_damage=errors.append))
+    assert [[s.sequence_id for s in batch] for batch in got] == [
+        [snapshot.sequence_id(0), snapshot.sequence_id(1)],
+        [],
+    ]
+    assert len(errors) == 1 + len(bad)
+    assert {error.shard for error in errors} == {"00000-00002"}
+
+
 def test_errors_of_the_batches_come_through(snapshot: Snapshot) -> None:
     def batches() -> Iterator[list[int]]:
         yield [0]
