@@ -7,7 +7,8 @@ stored does not depend on how many there are.
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -103,7 +104,7 @@ def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
     with stop_requests() as stop:
         try:
             worker = start_worker(run, store, metrics, stop, worker_index=worker_index)
-            worker.prove(order)
+            worker.prove(proof_units(store, order))
             for unit in order:
                 if not stop and not store.is_committed(unit):
                     worker.extract_unit(unit)
@@ -113,6 +114,12 @@ def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
     if stop and not all(map(store.is_committed, order)):
         return EXIT_STOPPED_EARLY
     return judge_failures(metrics, max_failed_fraction=run.extract.max_failed_fraction)
+
+
+def proof_units(store: WritableStore, open_units: Iterable[UnitId]) -> list[UnitId]:
+    """Units whose sequences prove the target: the same for all workers, so that all batch alike."""
+    generation = min(open_units).generation
+    return [unit for unit in store.units() if unit.generation == generation]
 
 
 def start_worker(
@@ -226,11 +233,11 @@ class Worker:
 
     def extract_batch(self, shard: ShardWriter, sequences: Sequence[TokenSequence]) -> None:
         """Forward pass, encoding and append of one batch."""
-        with self.metrics.timed("forward"):
+        with self.metrics.timed("forward"), self.enough_memory():
             states = self.target.hidden_states(
                 [each.token_ids for each in sequences], layers=list(self.layers)
             )
-        with self.metrics.timed("encode"):
+        with self.metrics.timed("encode"), self.enough_memory():
             encoded = EncodedBatch(states, self.layers)
         start = 0
         for sequence in sequences:
@@ -251,6 +258,17 @@ class Worker:
                 )
             self.metrics.count(sequence, num_bytes=shard.num_bytes - num_bytes_before)
         self.metrics.progress()
+
+    @contextmanager
+    def enough_memory(self) -> Iterator[None]:
+        """Turns a full GPU into one line that says which setting to lower."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"extract.batch_tokens = {self.run.extract.batch_tokens}: the GPU's memory cannot"
+                " hold such a batch beside the target; lower it and run the same command again"
+            ) from error
 
     def skip(self, shard: ShardWriter, unusable: Mapping[str, UnusableConversationError]) -> None:
         """Records sequences that hold no states, in the shard and in the counts."""

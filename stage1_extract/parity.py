@@ -11,8 +11,9 @@ from torch import Tensor
 from stage1_extract.config import Batching
 from stage1_extract.target_transformers import TransformersTarget
 
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest relative difference of a layer that rounding in another order explains."""
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+"""Largest relative difference, averaged over a sequence's tokens, that rounding in another order
+explains. SmolLM2-135M shows 0.02 in bf16 (0.09 at its worst token); one forgotten boundary 0.14."""
 
 
 class ParityError(ValueError):
@@ -66,7 +67,7 @@ def check_parity(
         layers: Layer names to compare.
 
     Returns:
-        The largest relative difference of a token's states in a layer.
+        The largest relative difference of a sequence in a layer, averaged over its tokens.
 
     Raises:
         ParityError: A layer differs by more than rounding.
@@ -77,25 +78,28 @@ def check_parity(
         together = target.hidden_states(batch, layers=layers)
         alone = [target.plain_hidden_states(each, layers=layers) for each in batch]
         for name in layers:
-            expected = torch.cat([each[name] for each in alone])
-            if not torch.isfinite(expected).all():
-                continue  # Named and skipped where it is stored; nothing to compare with.
-            difference = relative_difference(together[name], expected)
-            tolerance = _TOLERANCES[expected.dtype]
-            if not difference <= tolerance:
-                raise ParityError(
-                    f"states of layer {name} in {target.batching} batches differ from a plain"
-                    f" forward pass by {difference:.1e} of their size (at most {tolerance:.0e} is"
-                    " rounding); try another target.attention or target.dtype"
-                )
-            worst = max(worst, difference)
+            parts = together[name].split([len(each) for each in batch])
+            for states, expected in zip(parts, alone, strict=True):
+                if not torch.isfinite(expected[name]).all():
+                    continue  # Named and skipped where it is stored; nothing to compare with.
+                difference = float(relative_differences(states, expected[name]).mean())
+                _check_tolerance(target.batching, name, difference, states.dtype)
+                worst = max(worst, difference)
     return worst
 
 
-def relative_difference(
+def relative_differences(
     states: Float[Tensor, "tokens hidden"], expected: Float[Tensor, "tokens hidden"]
-) -> float:
-    """Norm of the difference over the norm of what is expected, of the worst token."""
+) -> Float[Tensor, "tokens"]:
+    """Norm of each token's difference over the norm of what is expected."""
     difference = (states.float() - expected.float()).norm(dim=-1)
-    size = expected.float().norm(dim=-1).clamp(min=1e-12)
-    return float((difference / size).max())
+    return difference / expected.float().norm(dim=-1).clamp(min=1e-12)
+
+
+def _check_tolerance(batching: Batching, layer: str, difference: float, dtype: torch.dtype) -> None:
+    if not difference <= _TOLERANCES[dtype]:
+        raise ParityError(
+            f"states of layer {layer} in {batching} batches differ from a plain forward pass by"
+            f" {difference:.1e} of their size (at most {_TOLERANCES[dtype]:.0e} is rounding);"
+            " try another target.attention or target.dtype"
+        )

@@ -461,3 +461,25 @@ def test_two_extractions_at_once_share_one_store(make_run: MakeRun) -> None:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
     assert open_store(run.store_dir).content_digest() == extract_all(make_run(place="whole"))
+
+
+def test_a_full_gpu_names_the_setting_to_lower(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    prepare_store(run)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(extract.Worker, "prove", lambda *_: None)
+    monkeypatch.setattr(TransformersTarget, "hidden_states", full)
+    with pytest.raises(ValueError, match=r"extract\.batch_tokens = 200: .* lower it"):
+        run_worker(run, worker_index=0, num_workers=1)
+
+
+def test_every_worker_takes_the_same_proof(make_run: MakeRun) -> None:
+    store = prepare_store(make_run())
+    units = store.units()
+    assert extract.proof_units(store, units[2:]) == units
+    assert extract.proof_units(store, reversed(units)) == units

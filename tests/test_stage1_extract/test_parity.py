@@ -14,7 +14,7 @@ from stage1_extract.parity import (
     ParityError,
     check_parity,
     choose_batching,
-    relative_difference,
+    relative_differences,
 )
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
@@ -136,8 +136,25 @@ def test_packed_sequences_that_see_each_other_are_noticed(
     assert choose_batching(target, SEQUENCES, layers=LAYERS) == "padded"
 
 
-def test_the_difference_is_that_of_the_worst_token() -> None:
-    expected = torch.ones(3, 4)
-    states = expected.clone()
-    states[1] = 2.0
-    assert relative_difference(states, expected) == pytest.approx(1.0)
+def test_differences_are_relative_to_each_token() -> None:
+    expected = torch.tensor([[1.0, 0.0], [0.0, 10.0]])
+    states = torch.tensor([[1.5, 0.0], [0.0, 10.0]])
+    assert relative_differences(states, expected).tolist() == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(("size", "is_rounding"), [(0.02, True), (0.14, False)])
+def test_rounding_in_bf16_is_no_fault(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch, size: float, is_rounding: bool
+) -> None:
+    """The sizes seen with a real model: rounding, and one forgotten boundary."""
+    target.model.to(torch.bfloat16)
+
+    def noisy(states: States) -> States:
+        return {name: each * (1 + size) for name, each in states.items()}
+
+    make_faulty(target, monkeypatch, noisy)
+    if is_rounding:
+        check_parity(target, SEQUENCES, layers=LAYERS)
+    else:
+        with pytest.raises(ParityError):
+            check_parity(target, SEQUENCES, layers=LAYERS)
