@@ -29,7 +29,7 @@ from stage2_train.config import OptimizerConfig
 from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter, initialize
 from stage2_train.fast_path import FastPath, make_fast_path
-from stage2_train.flops import step_flops
+from stage2_train.flops import measured_peak_flops, step_flops
 from stage2_train.fp8 import freeze_fp8, use_fp8
 from stage2_train.optimizer import MasterAdamW
 from stage2_train.step import batch_loss
@@ -273,15 +273,6 @@ def median_s(call: Callable[[int], Any], device: torch.device, steps: int) -> fl
     return statistics.median(times)
 
 
-def peak_flops(device: torch.device) -> float:
-    """What bf16 matrix products reach here, in FLOP/s."""
-    size = 8192 if device.type == "cuda" else 512
-    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    elapsed_s = median_s(lambda _: left @ right, device, 20)
-    return float(2 * size**3 / elapsed_s)
-
-
 def log_normal_batches(batch_tokens: int, count: int) -> list[list[int]]:
     """Packed lengths of a log-normal of median 700, capped at 4,096 or the budget."""
     from stage2_train.batches import Window, pack
@@ -368,7 +359,7 @@ def run_variant(
             num_context_tokens=batch_tokens,
             num_blocks=num_anchors,
             num_rows=len(batch.row_index),
-            num_seen_pairs=seen_pairs(batch, shape.block_size),
+            num_seen_pairs=batch.num_seen_pairs,
         )
         for batch in batches
     )
@@ -405,12 +396,6 @@ def run_variant(
             f"worst tensor against the plain path; loss off by {loss_error:.1e}",
         ),
     }
-
-
-def seen_pairs(batch: PackedBatch, block_size: int) -> int:
-    """Query-key pairs that the mask lets see each other."""
-    context = (batch.context_stop - batch.context_start).sum().item()
-    return int(context * block_size + len(batch.context_start) * block_size**2)
 
 
 def check_batch(shape: Shape, arguments: argparse.Namespace, device: torch.device) -> PackedBatch:
@@ -457,7 +442,7 @@ def main() -> None:
     shape = SHAPES[arguments.shape]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = peak_flops(device)
+    peak = measured_peak_flops(device)
     plain = make_trainer(shape, "plain", arguments, device)
     reference = gradients_of(plain, check_batch(shape, arguments, device))
     del plain

@@ -54,6 +54,8 @@ class PackedBatch:
     """Tokens that are not padding."""
     num_real_blocks: int
     """Blocks that are not padding."""
+    num_seen_pairs: int
+    """Pairs of a query and a key that it may see, in a layer without a window."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Copies to a device, without waiting where the source is pinned."""
@@ -165,6 +167,9 @@ def batch_of(
         weight_sum=float(blocks.weight.sum(dtype=np.float64)),
         num_real_tokens=num_real_tokens,
         num_real_blocks=blocks.num_valid,
+        num_seen_pairs=int(
+            (blocks.context_stop - blocks.context_start + block_size).sum() * block_size
+        ),
     )
 
 

@@ -5,9 +5,15 @@ and eager code answers with False: a witness that no counter can contradict. Com
 counted with their origin, cold or from the cache on disk.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+
+# Steps of a process after which every shape has been compiled, forwards and backwards.
+WARMUP_STEPS = 3
 
 
 @dataclass
@@ -15,12 +21,16 @@ class Evidence:
     """Counts what was compiled in this process and how the steps ran."""
 
     is_compiling_wanted: bool
+    num_steps_ever: int = 0
     num_steps: int = 0
     num_compiled_steps: int = 0
     _last: dict[str, int] = field(default_factory=dict)
 
     def add_step(self, *, is_compiled: bool) -> None:
-        """Takes note of a step's own witness."""
+        """Takes note of a step's own witness; after the warm-up a recompilation is an error."""
+        self.num_steps_ever += 1
+        if self.is_compiling_wanted and self.num_steps_ever == WARMUP_STEPS:
+            torch.compiler.set_stance("fail_on_recompile")
         self.num_steps += 1
         self.num_compiled_steps += is_compiled
 
@@ -46,3 +56,10 @@ def compile_counts() -> dict[str, int]:
         "num_compiles_cached": counters["inductor"]["fxgraph_cache_hit"],
         "num_graph_breaks": sum(counters["graph_break"].values()),
     }
+
+
+@contextmanager
+def compiling_allowed() -> Iterator[None]:
+    """Lets code compile for the first time after the warm-up: validation, without gradients."""
+    with torch.compiler.set_stance("default"):
+        yield

@@ -1,5 +1,10 @@
 """Useful arithmetic of a training step, so that a rate can be held against the hardware's."""
 
+import statistics
+import time
+
+import torch
+
 from stage2_train.architecture import DrafterArchitecture
 
 
@@ -38,3 +43,22 @@ def step_flops(
     head = 2 * num_rows * hidden * architecture.vocab_size
     attention = 7 * layers * num_seen_pairs * query
     return 2 * (trained_products + head + attention)
+
+
+def measured_peak_flops(device: torch.device) -> float:
+    """Gives what bf16 matrix products reach on a device, in FLOP/s; takes some 50 ms."""
+    size = 8192 if device.type == "cuda" else 512
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    times = []
+    for _ in range(12):
+        _wait(device)
+        start_s = time.perf_counter()
+        torch.mm(left, right)
+        _wait(device)
+        times.append(time.perf_counter() - start_s)
+    return 2 * size**3 / statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stage2_train.architecture import DrafterArchitecture
 from stage2_train.collate import PackedBatch
+from stage2_train.flops import measured_peak_flops, step_flops
 from stage2_train.metrics import BlockSums, summarize, total
 from storage.files import replace_whole
 
@@ -23,7 +25,12 @@ class Monitor:
     """Gathers steps and reports them; on resume it forgets what was said after the checkpoint."""
 
     def __init__(
-        self, drafter_dir: Path, *, first_step: int, device: torch.device, block_size: int
+        self,
+        drafter_dir: Path,
+        *,
+        first_step: int,
+        device: torch.device,
+        architecture: DrafterArchitecture,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -33,12 +40,13 @@ class Monitor:
             str(drafter_dir / "tensorboard"), purge_step=first_step + 1
         )
         self.device = device
-        self.block_size = block_size
+        self.architecture = architecture
+        self.peak_flops = measured_peak_flops(device) if device.type == "cuda" else None
         self._restart_interval()
 
     def _restart_interval(self) -> None:
         self._sums: list[BlockSums] = []
-        self._num_tokens = self._num_blocks = 0
+        self._num_tokens = self._num_blocks = self._num_flops = 0
         self._wait_s = 0.0
         self._start_s = time.perf_counter()
 
@@ -47,6 +55,13 @@ class Monitor:
         self._sums.append(sums)
         self._num_tokens += batch.num_real_tokens
         self._num_blocks += batch.num_real_blocks
+        self._num_flops += step_flops(
+            self.architecture,
+            num_context_tokens=batch.num_real_tokens,
+            num_blocks=batch.num_real_blocks,
+            num_rows=len(batch.row_index),
+            num_seen_pairs=batch.num_seen_pairs,
+        )
         self._wait_s += wait_s
 
     def pause(self) -> "_Pause":
@@ -83,12 +98,15 @@ class Monitor:
             "gradient_norm": float(gradient_norm),
             "step_s": elapsed_s / len(self._sums),
             "tokens_per_s": self._num_tokens / elapsed_s,
-            "block_tokens_per_s": self._num_blocks * self.block_size / elapsed_s,
+            "block_tokens_per_s": self._num_blocks * self.architecture.block_size / elapsed_s,
             "blocks_per_s": self._num_blocks / elapsed_s,
             "wait_fraction": self._wait_s / elapsed_s,
+            "flops_per_s": self._num_flops / elapsed_s,
             **_memory(self.device),
             **evidence,
         }
+        if self.peak_flops is not None:
+            record["mfu_fraction"] = record["flops_per_s"] / self.peak_flops
         self._write(record)
         print(live_line(record, total_steps=total_steps), flush=True)
         self._restart_interval()
@@ -131,7 +149,7 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
         f"sim {record['simulated_acceptance_length']:.2f} | "
         f"{thousands(record['tokens_per_s'])} tok/s "
         f"{thousands(record['block_tokens_per_s'])} block tok/s | "
-        f"{record['execution']} | wait {record['wait_fraction']:.1%}"
+        f"{execution_words(record)} | wait {record['wait_fraction']:.1%}"
     )
     if "memory_peak_bytes" in record:
         line += (
@@ -142,6 +160,19 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
     if record["wait_fraction"] > BAD_WAIT_FRACTION and record["step_s"] > SHORT_STEP_S:
         line += " | the store is read slower than the drafter trains: faster disk, or read less"
     return line
+
+
+def execution_words(record: Mapping[str, Any]) -> str:
+    """Says how the steps ran, what was compiled for them, and how well they used the GPU."""
+    words = str(record["execution"])
+    if "num_compiles" in record:
+        words += (
+            f", compiles {record['num_compiles']} (cold {record['num_compiles_cold']} "
+            f"disk {record['num_compiles_cached']}) breaks {record['num_graph_breaks']}"
+        )
+    if "mfu_fraction" in record:
+        words += f" | MFU {record['mfu_fraction']:.2f}"
+    return words
 
 
 def validation_line(step: int, validation: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from stage2_train.checkpoint import (
     save_checkpoint,
 )
 from stage2_train.collate import PackedBatch
-from stage2_train.compile import Evidence
+from stage2_train.compile import Evidence, compiling_allowed
 from stage2_train.config import DrafterRun
 from stage2_train.data import BatchMaker, make_batch_maker, plan_epoch, wait_for_store
 from stage2_train.decode import LayerDecoder, layer_decoders
@@ -151,7 +151,7 @@ class Training:
 
     def validate(self, snapshot: Snapshot, position: Position) -> None:
         """Measures the drafter on held-out sequences; training goes on unchanged."""
-        with self.monitor.pause():
+        with self.monitor.pause(), compiling_allowed():
             found = validate(
                 self.drafter,
                 snapshot,
@@ -211,7 +211,7 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
             run.drafter_dir,
             first_step=position.step,
             device=device,
-            block_size=architecture.block_size,
+            architecture=architecture,
         ),
         head=head,
         decoders=layer_decoders(store.layers, batches.layer_names, device),

@@ -74,10 +74,23 @@ def test_records_after_the_checkpoint_and_torn_lines_are_forgotten(tmp_path):
     forget_after(tmp_path / "none.jsonl", step=2)
 
 
-def test_time_of_a_pause_is_charged_to_no_step(tmp_path, monkeypatch):
+def test_compilations_and_use_of_the_gpu_are_shown():
+    found = {
+        "execution": "compiled",
+        "num_compiles": 0,
+        "num_compiles_cold": 1,
+        "num_compiles_cached": 2,
+        "num_graph_breaks": 0,
+        "mfu_fraction": 0.784,
+    }
+    line = live_line(RECORD | found, total_steps=800)
+    assert "| compiled, compiles 0 (cold 1 disk 2) breaks 0 | MFU 0.78 | wait" in line
+
+
+def test_time_of_a_pause_is_charged_to_no_step(tmp_path, monkeypatch, architecture):
     clock = [0.0]
     monkeypatch.setattr("stage2_train.monitor.time.perf_counter", lambda: clock[0])
-    monitor = Monitor(tmp_path, first_step=0, device=torch.device("cpu"), block_size=4)
+    monitor = Monitor(tmp_path, first_step=0, device=torch.device("cpu"), architecture=architecture)
     clock[0] = 1.0
     with monitor.pause():
         clock[0] = 101.0
