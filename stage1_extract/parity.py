@@ -92,8 +92,9 @@ def relative_differences(
     states: Float[Tensor, "tokens hidden"], expected: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "tokens"]:
     """Norm of each token's difference over the norm of what is expected."""
-    difference = (states.float() - expected.float()).norm(dim=-1)
-    return difference / expected.float().norm(dim=-1).clamp(min=1e-12)
+    difference: Tensor = (states.float() - expected.float()).norm(dim=-1)
+    size: Tensor = expected.float().norm(dim=-1).clamp(min=1e-12)
+    return difference / size
 
 
 def _check_tolerance(batching: Batching, layer: str, difference: float, dtype: torch.dtype) -> None:
