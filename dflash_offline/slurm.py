@@ -222,7 +222,8 @@ def _submit_chain(
         live = [task for task in alive if task.job_name == run.job_name(stage)]
         if not indices:
             ids = ", ".join(_ids(live))
-            print(f"{stage}: " + (f"job {ids} is alive" if live else "done") + ", not submitted")
+            done = "done, not submitted (more data or epochs? add --again)"
+            print(f"{stage}: " + (f"job {ids} is alive, not submitted" if live else done))
             continue
         dependency = None
         if stage == "train" and not progress.num_committed:

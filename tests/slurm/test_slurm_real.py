@@ -255,7 +255,7 @@ def test_the_time_limit_stops_and_queues_again(make_run, plain_digest):
     # The signal comes 70 s or more before the end of two minutes, while everything is slow.
     limit = {"time": "2"}
     run = make_run(signal_s=70, extract={**limit, "tasks": 1}, train=limit)
-    run.nap(extract=1.5, train=4.0)
+    run.nap(extract=3.0, train=4.0)
     run.dflash("slurm")
     run.wait_for(lambda: "stopping soon" in run.log("extract-0"), "no worker was told to stop")
     run.nap(extract=0.0)
