@@ -222,7 +222,7 @@ def _submit_chain(
         live = [task for task in alive if task.job_name == run.job_name(stage)]
         if not indices:
             ids = ", ".join(_ids(live))
-            done = "done, not submitted (more data or epochs? add --again)"
+            done = "done, not submitted (after more data or epochs: slurm submit --again)"
             print(f"{stage}: " + (f"job {ids} is alive, not submitted" if live else done))
             continue
         dependency = None
