@@ -186,9 +186,19 @@ def read_catalog(
     base = known if known is not None and len(known) > len(folded) else folded
     new = sorted(committed_units(files) - set(base.units()) - without)
     catalog = select([base, *_read_shards(files, new)]) if new else base
-    if len(catalog) - len(folded) >= max(FOLD_COMMITS, len(folded) // 4):
+    if _is_worth_folding(files, catalog, num_folded=len(folded)):
         _fold_if_writable(files, catalog)
     return catalog
+
+
+def _is_worth_folding(files: Files, catalog: Catalog, *, num_folded: int) -> bool:
+    """Whether many commits are new: a share of all, so that folding costs little, or the last."""
+    num_new = len(catalog) - num_folded
+    if num_new < FOLD_COMMITS:
+        return False
+    num_generations = len(files.names(layout.GENERATIONS))
+    is_complete = complete_generations(files, catalog.generation) == num_generations
+    return is_complete or num_new >= num_folded // 4
 
 
 def _read_shards(files: Files, units: Sequence[UnitId]) -> list[Catalog]:

@@ -93,6 +93,25 @@ def test_readers_fold_many_new_commits(
     assert len(newest_catalog(files)[0]) == 3
 
 
+def test_the_last_commits_are_folded_though_they_are_few(
+    store_dir: Path, making: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = making.make_store(store_dir, num_sequences=40, num_units=12)
+    *most, before_last, last = store.units()
+    for unit in most:
+        making.fill_unit(store, unit)
+    files = LocalFiles(store_dir)
+    fold(files, read_catalog(files))
+    monkeypatch.setattr(catalog_module, "FOLD_COMMITS", 1)
+    making.fill_unit(store, before_last)
+    open_store(store_dir).snapshot()
+    assert len(newest_catalog(files)[0]) == len(most)
+    making.fill_unit(store, last)
+    open_store(store_dir).snapshot()
+    assert len(newest_catalog(files)[0]) == len(most) + 2
+    assert newest_catalog(files)[1] == 1
+
+
 def test_readers_that_may_not_write_do_without(
     filled_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A store in S3: against moto, where that package is installed (`pip install "moto[server,s3]"`)."""
+"""A store in S3, against moto where it is installed (`pip install "moto[server,s3]"`)."""
 
 import urllib.request
 from collections.abc import Iterator
