@@ -49,7 +49,7 @@ eval export: setup
 demo: extract train
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m slow
