@@ -60,8 +60,7 @@ def random_generator(*parts: object) -> np.random.Generator:
 
 def eligible_anchors(loss_mask: Bool[np.ndarray, "tokens"]) -> Int64[np.ndarray, "anchors"]:
     """Gives the positions that are supervised and whose next position is supervised too."""
-    anchors: np.ndarray = np.flatnonzero(loss_mask[:-1] & loss_mask[1:])
-    return anchors.astype(np.int64)
+    return np.flatnonzero(loss_mask[:-1] & loss_mask[1:]).astype(np.int64)
 
 
 def share_anchors(
@@ -84,7 +83,7 @@ def share_anchors(
     # Largest remainders first; a stable sort makes ties go to the earlier sequence.
     by_remainder = np.argsort(share - exact, kind="stable")
     share[by_remainder[: remaining - share.sum()]] += 1
-    return share + floor
+    return np.asarray(share + floor, dtype=np.int64)
 
 
 def choose_anchors(

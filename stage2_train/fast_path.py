@@ -95,8 +95,8 @@ def layer_forward(
     """Passes the block through one layer, its context included; says whether this ran compiled."""
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, layer_index: int) -> Tensor:
-        attended = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True)
-        return cast(Tensor, attended)
+        attended: Tensor = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True)
+        return attended
 
     context = layer.self_attn.key_values(feature, context_rotation)
     hidden = layer(hidden, block_rotation, context, attend, 0)

@@ -83,7 +83,7 @@ class MasterAdamW:
 
         gradients = [_gradient_of(parameter) for parameter in self.parameters]
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         gradient_scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in self.adamw.param_groups:
             group["lr"] = rate

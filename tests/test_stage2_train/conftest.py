@@ -133,8 +133,8 @@ TRAIN: dict[str, Any] = {
     "num_anchors": 12,
     "dtype": "float32",
     "checkpoint_steps": 4,
-    "validation_steps": 5,
-    "validation_sequences": 4,
+    "validation_steps": 12,
+    "validation_sequences": 2,
     "log_steps": 2,
     "optimizer": {"learning_rate": 3e-3},
 }
