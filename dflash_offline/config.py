@@ -168,9 +168,11 @@ def run_dir_of(config: RunConfig) -> Path:
     return Path(config.run_dir)
 
 
-def store_dir_of(config: RunConfig) -> Path:
-    """The store's folder, absolute; by default inside the run folder."""
-    return Path(config.store.dir) if config.store.dir else run_dir_of(config) / "store"
+def store_dir_of(config: RunConfig) -> Path | str:
+    """The store's folder, absolute, or its URL; by default inside the run folder."""
+    if config.store.dir is None:
+        return run_dir_of(config) / "store"
+    return config.store.dir if _is_url(config.store.dir) else Path(config.store.dir)
 
 
 def as_toml_tables(config: RunConfig) -> dict[str, Any]:
@@ -202,7 +204,9 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _resolved_paths(config: RunConfig, *, run_file: Path) -> dict[str, Any]:
     data_dir = run_file.resolve().parent
     run_dir = Path(config.run_dir or Path("runs") / run_file.stem).resolve()
-    store_dir = config.store.dir and str(Path(config.store.dir).resolve())
+    store_dir = config.store.dir
+    if store_dir is not None and not _is_url(store_dir):
+        store_dir = str(Path(store_dir).resolve())
     conversations = tuple(str(data_dir / file) for file in config.data.conversations)
     prompts = tuple(str(data_dir / file) for file in config.regenerate.prompts)
     suites = tuple(
@@ -215,6 +219,10 @@ def _resolved_paths(config: RunConfig, *, run_file: Path) -> dict[str, Any]:
         "regenerate": config.regenerate.model_copy(update={"prompts": prompts}),
         "eval": config.eval.model_copy(update={"suites": suites}),
     }
+
+
+def _is_url(place: str) -> bool:
+    return "://" in place
 
 
 def _apply_override(tables: dict[str, Any], override: str) -> None:

@@ -55,7 +55,7 @@ class StoreConfig(Settings):
     """The store that stage 1 fills and stage 2 reads."""
 
     dir: str | None = None
-    """Folder of the store; None puts it into the run folder."""
+    """Folder or URL (`s3://bucket/prefix`) of the store; None puts it into the run folder."""
     encoding: Literal["bf16", "fp8"] = "fp8"
     """How hidden states are kept: `bf16` exact, `fp8` with a scale per token and layer."""
     num_layers: int = Field(default=5, ge=1)
@@ -141,5 +141,6 @@ class ExtractRun(Settings):
     data: DataConfig
     store: StoreConfig
     extract: ExtractConfig
-    store_dir: Path
+    store_dir: Path | str
+    """A folder, or the URL of an object store such as `s3://bucket/prefix`."""
     run_dir: Path

@@ -136,7 +136,8 @@ def plan_new_conversations(
         for record in store.layers.values()
     )
     needed_bytes = sampled_tokens * len(new_ids) // len(sample) * token_bytes
-    check_disk(run.store_dir, needed_bytes=needed_bytes, force=run.extract.force)
+    if isinstance(run.store_dir, Path):
+        check_disk(run.store_dir, needed_bytes=needed_bytes, force=run.extract.force)
     num_units = max(1, -(-needed_bytes // run.store.shard_bytes))
     store.plan_generation(new_ids, num_units=num_units)
 

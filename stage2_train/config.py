@@ -121,6 +121,7 @@ class DrafterRun(Settings):
 
     drafter: DrafterConfig
     train: TrainConfig
-    store_dir: Path
+    store_dir: Path | str
+    """A folder, or the URL of an object store such as `s3://bucket/prefix`."""
     drafter_dir: Path
     """Folder of this drafter: metrics.jsonl, tensorboard/, checkpoints/, eval.json, export/."""

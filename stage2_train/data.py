@@ -182,7 +182,7 @@ def _filled_store(run: DrafterRun) -> Store | None:
     return store if is_enough or is_complete(run.store_dir) else None
 
 
-def is_complete(store_dir: Path) -> bool:
+def is_complete(store_dir: Path | str) -> bool:
     """Says whether every planned unit of the store is committed; an unplanned store is not."""
     store = open_for_writing(store_dir)
     planned = set(store.units())

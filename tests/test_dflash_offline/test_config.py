@@ -95,3 +95,10 @@ def test_missing_run_file_lists_the_presets(tmp_path: Path) -> None:
 def test_broken_toml_names_the_file_and_the_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"experiment\.toml: not a valid TOML file: .*line 2"):
         load_run_file(write(tmp_path, "[target]\nmodel =\n"))
+
+
+def test_a_store_in_an_object_store_keeps_its_url(tmp_path: Path) -> None:
+    url = "s3://bucket/prefix"
+    config = load_run_file(write(tmp_path, MINIMAL), overrides=[f"store.dir={url}"])
+    assert store_dir_of(config) == url
+    assert drafter_run(config, "one").store_dir == url
