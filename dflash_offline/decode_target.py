@@ -3,15 +3,15 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_offline.caches import DecodingCache, attention_masks, unsupported_kinds
-from stage1_extract.target_transformers import find_decoder
+from stage1_extract.target_transformers import capture, find_decoder
+from storage.schema import LM_HEAD_INPUT, layer_name
 
 # Largest relative difference between a cached pass and a plain one that rounding explains.
 _PARITY_TOLERANCE = 1e-3
@@ -51,6 +51,8 @@ class TargetDecoder:
         """
         self.model = model.eval()
         self.layer_ids = tuple(layer_ids)
+        self.layer_names = [layer_name(layer_id) for layer_id in layer_ids]
+        self.decoder = find_decoder(model)
         self.config = model.config.get_text_config()
         unknown = unsupported_kinds(self.config)
         if unknown:
@@ -159,7 +161,8 @@ class TargetDecoder:
         assert self.cache is not None
         self.cache.place(slots, num_visible=num_visible)
         masks = attention_masks(self.config, positions, num_visible=num_visible, dtype=self.dtype)
-        with capture(self.model, self.layer_ids) as captured:
+        # With the last norm among the captured, the pass goes on to the logits.
+        with capture(self.decoder, [*self.layer_names, LM_HEAD_INPUT]) as captured:
             output = self.model(
                 input_ids=token_ids,
                 position_ids=positions,
@@ -168,38 +171,13 @@ class TargetDecoder:
                 logits_to_keep=1 if last_logits_only else 0,
                 **{self._cache_argument: self.cache},
             )
-        states = [captured[index] for index in self.layer_ids]
+        states = [captured[name] for name in self.layer_names]
         return TargetPass(
             logits=output.logits,
             states=torch.cat(states, dim=-1) if states else None,
             positions=positions,
             slots=slots,
         )
-
-
-class capture:  # noqa: N801  # a context manager, used like a function
-    """Collect the outputs of some decoder layers during a forward pass, by layer id."""
-
-    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
-        self.layers: Any = find_decoder(model).layers
-        self.layer_ids = layer_ids
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> dict[int, Tensor]:
-        captured: dict[int, Tensor] = {}
-
-        def keep(index: int) -> Any:
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                captured[index] = output[0] if isinstance(output, tuple) else output
-
-            return hook
-
-        self.handles = [self.layers[i].register_forward_hook(keep(i)) for i in self.layer_ids]
-        return captured
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 @torch.inference_mode()

@@ -217,7 +217,8 @@ def decode_reference(
         raise ValueError(f"eval: no answer of {suite} has a second token; nothing can be drafted")
     note = f", {num_too_long} too long and left out" if num_too_long else ""
     plain = Decoding(generations=generations, decode_s=decode_s)
-    print(f"{suite}: {len(prompts)} prompts{note}, target alone {plain.tokens_per_s:.1f} tokens/s")
+    rate = f"target alone {plain.tokens_per_s:.1f} tokens/s"
+    print(f"{suite}: {len(prompts)} prompts{note}, {rate}", flush=True)
     return Reference(suite=suite, prompts=prompts, plain=plain)
 
 
@@ -249,6 +250,7 @@ def evaluate_checkpoint(
 ) -> None:
     """Evaluates one checkpoint and leaves the result in it."""
     step = read_state(checkpoint)["step"]
+    print(f"{drafter_dir.name}: decoding with {checkpoint.name}", flush=True)
     result = evaluate_drafter(bench, load_any_drafter(checkpoint), untrained=untrained)
     result |= {"drafter": drafter_dir.name, "step": step, "checkpoint": checkpoint.name}
     # Training may have removed the checkpoint meanwhile; then nothing depends on its result.

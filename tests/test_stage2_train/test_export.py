@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from dflash_offline.decode_target import TargetDecoder, capture
+from dflash_offline.decode_target import TargetDecoder
 from dflash_offline.speculate import DecodingSettings, decode
 from stage2_train.checkpoint import save_checkpoint
 from stage2_train.draft import ContextCache, draft_logits, head_of
@@ -157,9 +157,9 @@ def taught(make_target, make_drafter, make_head):
     sequences = torch.tensor(
         [prompt + each.token_ids for prompt, each in zip(prompts, answers.generations, strict=True)]
     )
-    with torch.inference_mode(), capture(target, LAYER_IDS) as captured:
-        target(sequences, use_cache=False)
-    states = torch.cat([captured[index] for index in LAYER_IDS], dim=-1).clone()
+    with torch.no_grad():
+        hidden = target(sequences, output_hidden_states=True).hidden_states
+    states = torch.cat([hidden[index + 1] for index in LAYER_IDS], dim=-1)
     drafter = make_drafter(target)
     overfit(drafter, head_of(drafter, make_head(target)), sequences, states)
     return target, drafter, prompts, answers

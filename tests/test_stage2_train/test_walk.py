@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_offline.decode_target import TargetDecoder, capture
+from dflash_offline.decode_target import TargetDecoder
 from dflash_offline.speculate import DecodingSettings, decode
 from stage2_train.draft import draft_logits
 from stage2_train.walk import WalkSequence, supervised_runs, walk, walk_store
@@ -26,13 +26,13 @@ def greedy_sequences(target, prompts, *, max_new_tokens):
     sequences = []
     for prompt, generation in zip(prompts, decoding.generations, strict=True):
         token_ids = prompt + generation.token_ids
-        with torch.inference_mode(), capture(target, LAYER_IDS) as states:
-            target(torch.tensor([token_ids]), use_cache=False)
+        with torch.no_grad():
+            states = target(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         sequences.append(
             WalkSequence(
                 token_ids=token_ids,
                 answer_start=len(prompt),
-                states=torch.cat([states[index][0] for index in LAYER_IDS], dim=-1),
+                states=torch.cat([states[index + 1][0] for index in LAYER_IDS], dim=-1),
             )
         )
     return sequences
