@@ -248,7 +248,8 @@ class _Progress:
         elapsed_s = time.monotonic() - self._start_s
         self._num_answered += len(batch)
         self._num_tokens += sum(each.num_new_tokens for each in batch)
-        left_s = elapsed_s / self._num_answered * (self._num_dialogues - self._num_answered)
+        num_left = self._num_dialogues - self._num_answered
+        left_s = elapsed_s / max(1, self._num_answered) * num_left
         print(
             f"answered {self._num_answered}/{self._num_dialogues}"
             f" | {self._num_tokens / elapsed_s:.0f} tok/s | {left_s / 60:.1f} min left",

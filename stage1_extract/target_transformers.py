@@ -70,10 +70,10 @@ class TransformersTarget:
         """
         folder = resolve_target(config)
         tokenizer = load_tokenizer(config)
-        published = load_config(config).dtype
+        text_config = load_config(config)
         arguments: dict[str, Any] = {
             "dtype": getattr(torch, config.dtype),
-            "attn_implementation": config.attention,
+            "attn_implementation": attention_for(config, text_config),
             "trust_remote_code": config.trust_remote_code,
             "output_loading_info": True,
         }
@@ -91,7 +91,7 @@ class TransformersTarget:
                 f" {', '.join(sorted(info['missing_keys'])[:3])} and so on; fetch it again"
             )
         model = model.to(device).eval().requires_grad_(False)
-        return cls(model, tokenizer, device=device, published_dtype=published)
+        return cls(model, tokenizer, device=device, published_dtype=text_config.dtype)
 
     @torch.inference_mode()
     def hidden_states(
@@ -145,6 +145,23 @@ class TransformersTarget:
         states = {str(layer_id): entries[layer_id + 1][0] for layer_id in range(num_layers)}
         states[LM_HEAD_INPUT] = output.last_hidden_state[0]
         return {name: states[name] for name in layers}
+
+
+def attention_for(config: TargetConfig, text_config: PretrainedConfig) -> str | None:
+    """The attention function to load the target with; None lets transformers choose.
+
+    Raises:
+        ValueError: The one asked for would leave a part of the target's attention out.
+    """
+    if getattr(text_config, "attn_logit_softcapping", None) is None:
+        return config.attention
+    if config.attention == "sdpa":
+        raise ValueError(
+            f"target.attention = 'sdpa' leaves out the soft cap of {text_config.model_type}'s"
+            " attention; use 'eager', or leave the setting out"
+        )
+    # Some transformers versions choose sdpa here by themselves, without a word.
+    return config.attention or "eager"
 
 
 def padded_input(

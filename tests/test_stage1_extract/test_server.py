@@ -200,6 +200,13 @@ def test_what_the_server_refuses_is_skipped(
     assert "1 x refused by the server" in capsys.readouterr().err
 
 
+def test_a_server_that_refuses_everything_leaves_an_empty_output(
+    fake_server: FakeServer, answers: Answers
+) -> None:
+    fake_server.failures = [400] * len(PROMPTS)
+    assert answers() == []
+
+
 def test_a_server_that_is_gone_is_one_clear_line_and_nothing_is_lost(
     fake_server: FakeServer, answers: Answers
 ) -> None:

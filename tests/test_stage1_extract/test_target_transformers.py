@@ -174,6 +174,12 @@ def test_an_unknown_attention_is_one_clear_line(target_folder: TargetFolder) -> 
         load(target_folder("llama"), attention="no-such-attention")
 
 
+def test_a_soft_cap_is_never_left_out(target_folder: TargetFolder) -> None:
+    assert load(target_folder("gemma2")).config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="'sdpa' leaves out the soft cap of gemma2"):
+        load(target_folder("gemma2"), attention="sdpa")
+
+
 def test_code_of_a_model_runs_only_when_asked(target_folder: TargetFolder, tmp_path: Path) -> None:
     folder = copied(target_folder("llama"), tmp_path)
     config = json.loads((folder / "config.json").read_text())
