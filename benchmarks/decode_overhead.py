@@ -133,7 +133,15 @@ def measure(model: Any, drafter: Drafter, args: argparse.Namespace) -> dict[str,
         cache = target.cache
         layers = [layer for layer in cache.layers if hasattr(layer, "slots")]
         slots, num_visible = layers[0].slots, layers[0].num_visible
-        return lambda: cache.place(slots, num_visible=num_visible)
+        # Rows that end are dropped: the call is made again on the rows it was made on.
+        held = [(layer, layer.keys, layer.values) for layer in layers if layer.is_initialized]
+
+        def set_up() -> None:
+            for layer, keys, values in held:
+                layer.keys, layer.values = keys, values
+            cache.place(slots, num_visible=num_visible)
+
+        return set_up
 
     recorded.watch(model, "forward", before=place_again)
     for name in ("forward", "context_key_values"):
