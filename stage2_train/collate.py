@@ -1,7 +1,7 @@
 """Makes one batch of fixed shape out of stored sequences: tensors, still encoded, on the host."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,15 @@ class PackedBatch:
         moved["layers"] = tuple(layer.to(device) for layer in self.layers)
         return PackedBatch(**moved)
 
+    def pinned(self) -> "PackedBatch":
+        """The same in memory that a GPU copies from by itself; the layers are there already."""
+        tensors: dict[str, Any] = {
+            f.name: value.pin_memory()
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)
+
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tells the allocator that a stream uses this batch, made on another one."""
         tensors = [getattr(self, f.name) for f in fields(self)]
@@ -125,7 +134,7 @@ def collate(
     positions = np.zeros(batch_tokens, np.int64)
     num_real_tokens = sum(window.num_tokens for window in windows)
     positions[:num_real_tokens] = np.concatenate([np.arange(w.start, w.stop) for w in windows])
-    return batch_of(
+    batch = batch_of(
         blocks,
         layers=tuple(
             pack_layer(
@@ -139,6 +148,7 @@ def collate(
         num_real_tokens=num_real_tokens,
         mask_token_id=mask_token_id,
     )
+    return batch.pinned() if pin_memory else batch
 
 
 def batch_of(

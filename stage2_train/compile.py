@@ -5,8 +5,8 @@ and eager code answers with False: a witness that no counter can contradict. Com
 counted with their origin, cold or from the cache on disk.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,13 @@ class Evidence:
         self.num_steps += 1
         self.num_compiled_steps += is_compiled
 
+    def compiling_allowed(self) -> AbstractContextManager[object]:
+        """Lets code compile for the first time after the warm-up: validation, without gradients."""
+        if not self.is_compiling_wanted:
+            return nullcontext()
+        stance: AbstractContextManager[object] = torch.compiler.set_stance("default")
+        return stance
+
     def take(self) -> Mapping[str, Any]:
         """Gives the evidence since the last call, in the words of a log record."""
         counts = compile_counts() if self.is_compiling_wanted else {}
@@ -56,10 +63,3 @@ def compile_counts() -> dict[str, int]:
         "num_compiles_cached": counters["inductor"]["fxgraph_cache_hit"],
         "num_graph_breaks": sum(counters["graph_break"].values()),
     }
-
-
-@contextmanager
-def compiling_allowed() -> Iterator[None]:
-    """Lets code compile for the first time after the warm-up: validation, without gradients."""
-    with torch.compiler.set_stance("default"):
-        yield

@@ -5,7 +5,7 @@ is concurrent.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class BatchMaker:
 
     def _on_host(
         self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], *, epoch: int
-    ) -> Iterator[PackedBatch]:
+    ) -> Generator[PackedBatch, None, None]:
         items = ([(w.sequence_index, slice(w.start, w.stop)) for w in batch] for batch in planned)
         reading = read_ahead(
             snapshot,
@@ -189,7 +189,7 @@ def is_complete(store_dir: Path | str) -> bool:
     return bool(planned) and planned <= store.committed()
 
 
-def _made_ahead(batches: Iterator[T]) -> Iterator[T]:
+def _made_ahead(batches: Generator[T, None, None]) -> Generator[T, None, None]:
     """Makes the next batch in a thread of its own while the current one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="collate") as pool:
         upcoming = pool.submit(next, batches, None)
@@ -199,6 +199,8 @@ def _made_ahead(batches: Iterator[T]) -> Iterator[T]:
                 yield batch
         finally:
             upcoming.cancel()
+            pool.shutdown(wait=True)
+            batches.close()
 
 
 def _copied_ahead(batches: Iterator[PackedBatch], device: torch.device) -> Iterator[PackedBatch]:
@@ -206,6 +208,7 @@ def _copied_ahead(batches: Iterator[PackedBatch], device: torch.device) -> Itera
     side = torch.cuda.Stream(device)
     upcoming = _start_copy(batches, device, side)
     while upcoming is not None:
+        # The copy was started a step ago: as a rule the stream finds it done.
         torch.cuda.current_stream(device).wait_stream(side)
         batch = upcoming
         batch.record_stream(torch.cuda.current_stream(device))

@@ -22,7 +22,7 @@ from stage2_train.checkpoint import (
     save_checkpoint,
 )
 from stage2_train.collate import PackedBatch
-from stage2_train.compile import Evidence, compiling_allowed
+from stage2_train.compile import Evidence
 from stage2_train.config import DrafterRun
 from stage2_train.data import BatchMaker, make_batch_maker, plan_epoch, wait_for_store
 from stage2_train.decode import LayerDecoder, layer_decoders
@@ -151,7 +151,7 @@ class Training:
 
     def validate(self, snapshot: Snapshot, position: Position) -> None:
         """Measures the drafter on held-out sequences; training goes on unchanged."""
-        with self.monitor.pause(), compiling_allowed():
+        with self.monitor.pause(), self.evidence.compiling_allowed():
             found = validate(
                 self.drafter,
                 snapshot,
@@ -193,8 +193,10 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
     stored_head = load_target_head(store)
     architecture = architecture_for(run, store, stored_head)
     head = stored_head.to(device, dtype)
-    drafter = Drafter(architecture)
-    initialize(drafter, seed=run.train.seed)
+    with torch.device("meta"):
+        drafter = Drafter(architecture)
+    # Drawn once: a billion weights take seconds.
+    initialize(drafter.to_empty(device="cpu"), seed=run.train.seed)
     if run.drafter.init_from is not None:
         take_weights(drafter, Path(run.drafter.init_from))
     optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
@@ -231,8 +233,17 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
 def choose_fast_path(
     attention: str | None, device: torch.device, *, is_compiled: bool
 ) -> FastPath | None:
-    """Gives the compiled layers where FlexAttention has a kernel or is asked for, else None."""
-    if attention == "sdpa" or (attention is None and device.type != "cuda"):
+    """Gives the compiled layers on a GPU, and None where the plain ones are used.
+
+    Raises:
+        ValueError: FlexAttention is asked for where it cannot train.
+    """
+    if attention == "flex" and device.type != "cuda":
+        raise ValueError(
+            'train.attention = "flex" needs a GPU, for FlexAttention has no gradient on a CPU; '
+            "leave the setting out"
+        )
+    if attention == "sdpa" or device.type != "cuda":
         return None
     return make_fast_path(is_compiled=is_compiled)
 

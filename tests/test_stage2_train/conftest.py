@@ -129,12 +129,12 @@ def commit_units(store: Any, sequences: dict[str, Any], *, num_committed: int) -
 
 TRAIN: dict[str, Any] = {
     "epochs": 2,
-    "batch_tokens": 128,
+    "batch_tokens": 192,
     "num_anchors": 12,
     "dtype": "float32",
     "checkpoint_steps": 4,
-    "validation_steps": 12,
-    "validation_sequences": 2,
+    "validation_steps": 7,
+    "validation_sequences": 1,
     "log_steps": 2,
     "optimizer": {"learning_rate": 3e-3},
 }

@@ -53,8 +53,8 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
 def test_training_learns(make_run, capsys, dtype):
     run = make_run(
         train={
-            "epochs": 12,
-            "num_anchors": 24,
+            "epochs": 16,
+            "num_anchors": 32,
             "dtype": dtype,
             "checkpoint_steps": 1000,
             "validation_steps": 1000,
@@ -66,7 +66,7 @@ def test_training_learns(make_run, capsys, dtype):
     assert last["loss"] < 0.3 * first["loss"]
     validations = records(run, "validation")
     assert validations[-1]["acceptance_length"] > 2.0
-    assert validations[-1]["num_walked"] == 2
+    assert validations[-1]["num_walked"] == 1
     assert "held out: loss" in capsys.readouterr().out
 
 
@@ -76,7 +76,7 @@ def test_killed_and_resumed_is_uninterrupted(make_run, dtype):
     assert train_drafter(whole) == EXIT_DONE
     killed = make_run(name="killed", train={"dtype": dtype})
     num_steps = records(whole)[-1]["step"]
-    for step in (6, num_steps - 2):
+    for step in (num_steps - 4,):
         died = subprocess.run(
             [sys.executable, "-c", KILLED, killed.model_dump_json(), str(step)],
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -135,7 +135,7 @@ def test_a_checkpoint_says_what_it_was_trained_on(make_run):
     train_drafter(run)
     state = json.loads((latest_checkpoint(run.drafter_dir) / STATE).read_text())
     assert state["position"]["snapshot_id"]
-    assert state["settings"]["train"]["batch_tokens"] == 128
+    assert state["settings"]["train"]["batch_tokens"] == 192
     assert state["versions"]["torch"] == torch.__version__
     assert state["validation"]["step"] == 2
 
@@ -150,6 +150,8 @@ def test_a_checkpoint_says_what_it_was_trained_on(make_run):
         ({"sliding_layers": (1,)}, {}, "needs sliding_window"),
         ({"num_attention_heads": 3}, {}, "is no multiple of"),
         ({"init_from": "/nowhere"}, {}, "/nowhere is no drafter"),
+        ({}, {"attention": "flex"}, "needs a GPU, for FlexAttention has no gradient on a CPU"),
+        ({}, {"fp8": True}, "train.fp8 needs a GPU with fp8 products, found cpu"),
     ],
 )
 def test_bad_settings_are_one_clear_line(make_run, drafter, train, message):
@@ -164,7 +166,7 @@ def test_bad_settings_are_one_clear_line(make_run, drafter, train, message):
     ("drafter", "train", "message"),
     [
         ({}, {"seed": 5}, "train.seed was 0, is 5"),
-        ({}, {"batch_tokens": 100}, "train.batch_tokens was 128, is 100"),
+        ({}, {"batch_tokens": 100}, "train.batch_tokens was 192, is 100"),
         ({"num_layers": 1}, {}, "num_hidden_layers was 2, is 1"),
     ],
 )
