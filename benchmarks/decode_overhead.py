@@ -1,6 +1,6 @@
 """How much longer decoding with a drafter takes than its model passes alone.
 
-    python benchmarks/decode_overhead.py [--drafter FOLDER] [--json OUT.json]
+    python benchmarks/decode_overhead.py [--drafter FOLDER] [--batch-size 16] [--no-record]
 
 Decodes prompts with the embedded target and a drafter, and notes every call of a model with its
 arguments. Then makes the same calls again, one behind the other, with nothing between them. What
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import record
 
 from dflash_offline.decode_target import TargetDecoder
 from dflash_offline.speculate import DecodingSettings, decode
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--torch-threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--no-record", action="store_true", help="print only")
     args = parser.parse_args()
     torch.set_num_threads(args.torch_threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,12 +207,18 @@ def main() -> None:
     else:
         drafter = load_any_drafter(args.drafter, num_target_layers=target.config.num_hidden_layers)
         args.block_size = drafter.architecture.block_size
+        args.num_layers = drafter.architecture.num_hidden_layers
     drafter = drafter.to(device, getattr(torch, dtype)).eval()
     figures = measure(target.model, drafter, args)
-    figures |= {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
-    print(json.dumps(figures, indent=1))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{args.torch_threads} CPU threads"
+    shape = f"{args.batch_size} prompts, block {args.block_size}, {args.num_layers} draft layers"
+    units = {"num_passes": "passes", "overhead_fraction": "1", "tokens_per_s": "tokens/s"}
+    found = {f"decode_{key}": (value, units.get(key, "s"), shape) for key, value in figures.items()}
+    if args.no_record:
+        print(json.dumps(figures, indent=1))
+    else:
+        packages = ("torch", "transformers")
+        record("Decoding beyond the model passes", found, device=name, packages=packages)
 
 
 if __name__ == "__main__":

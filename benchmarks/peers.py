@@ -28,6 +28,7 @@ from transformers import Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from peer_imports import import_peer
+from results import record
 
 from dflash_offline.config import RunConfig, drafter_run, load_run_file, store_dir_of
 from dflash_offline.decode_target import TargetDecoder
@@ -417,6 +418,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--speculators-loss", default="kl_div", help="kl_div is its default")
     parser.add_argument("--out", type=Path, required=True, help="folder of exports and figures")
+    parser.add_argument("--no-record", action="store_true", help="print only")
     args = parser.parse_args()
     args.out = args.out.resolve()
     config = load_run_file(args.run_file, overrides=args.overrides)
@@ -447,7 +449,26 @@ def main() -> None:
         }
         del trainer
     print_table(rows, num_steps=args.steps, num_prompts=len(prompts))
+    if not args.no_record:
+        record_rows(rows, num_steps=args.steps, num_prompts=len(prompts), device=bench.device)
     (args.out / "peers.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def record_rows(
+    rows: dict[str, dict[str, Any]], *, num_steps: int, num_prompts: int, device: torch.device
+) -> None:
+    """Append the figures to the recorded ones."""
+    figures = {}
+    for name, row in rows.items():
+        low, high = row["acceptance_length_interval"]
+        note = (
+            f"official decoder, {num_prompts} prompts, {num_steps} steps, {low:.3f} .. {high:.3f}"
+        )
+        figures[f"peers_{name}_acceptance_length"] = (row["acceptance_length"], "tokens", note)
+        figures[f"peers_{name}_step"] = (row["step_s"], "s", "one process, no compile")
+    is_gpu = device.type == "cuda"
+    place = torch.cuda.get_device_name() if is_gpu else f"{torch.get_num_threads()} CPU threads"
+    record("Peers on our store", figures, device=place, packages=("torch", "transformers"))
 
 
 def print_table(rows: dict[str, dict[str, Any]], *, num_steps: int, num_prompts: int) -> None:
