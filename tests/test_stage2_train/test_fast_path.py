@@ -1,10 +1,6 @@
 """The fast path computes what the plain one does, and says itself whether it was compiled."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -140,13 +136,59 @@ with torch.no_grad():
 """
 
 
-def test_layers_share_one_compilation_and_batches_cause_no_other():
-    # A process of its own, for the shape checker of the tests cannot be compiled.
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILED],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+def test_layers_share_one_compilation_and_batches_cause_no_other(run_script):
+    run_script(COMPILED)
+
+
+TRAINED = (
+    """
+import copy
+import sys
+import torch
+from stage2_train.config import OptimizerConfig
+from stage2_train.decode import LayerDecoder
+from stage2_train.collate import EncodedLayer
+from stage2_train.fast_path import make_fast_path
+from stage2_train.optimizer import MasterAdamW
+from stage2_train.step import batch_loss
+
+device = torch.device(sys.argv[1])
+"""
+    + COMPILED[: COMPILED.index("def compiled(function)")]
+    + """
+from dataclasses import replace
+
+def batch_on_device(seed):
+    states = torch.randn(2, 128, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    layers = tuple(EncodedLayer(data=s.view(torch.uint16), scales=None) for s in states)
+    return replace(make_batch(seed), layers=layers).to(device)
+
+def train(fast_path, dtype):
+    drafter = Drafter(architecture)
+    optimizer = MasterAdamW(drafter, OptimizerConfig(), device=device, dtype=dtype)
+    losses, witnesses = [], []
+    for step in range(6):
+        result = batch_loss(
+            drafter, batch_on_device(step), head=head.to(device, dtype),
+            decoders=(LayerDecoder(encoding="bf16"),) * 2, chunk_rows=64, fast_path=fast_path,
+        )
+        result.loss.backward()
+        optimizer.step(1e-3)
+        losses.append(result.loss.detach())
+        witnesses.append(result.is_compiled)
+    return torch.stack(losses), optimizer.weights(), witnesses
+
+plain, weights, _ = train(None, torch.float32)
+fast, fast_weights, witnesses = train(make_fast_path(is_compiled=True), torch.bfloat16)
+again, weights_again, _ = train(make_fast_path(is_compiled=True), torch.bfloat16)
+assert all(witnesses)
+torch.testing.assert_close(fast.float(), plain, rtol=0.02, atol=0.0)
+assert torch.equal(fast, again)
+assert all(torch.equal(w, weights_again[name]) for name, w in fast_weights.items())
+"""
+)
+
+
+@pytest.mark.gpu
+def test_compiled_training_follows_the_plain_one_and_repeats_itself(run_script):
+    run_script(TRAINED, device="cuda")

@@ -1,19 +1,16 @@
-"""The loss kernel, run by Triton's interpreter, gives the plain loss and gradient."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The loss kernel, interpreted and on a GPU, gives the plain loss and gradient."""
 
 import pytest
 
-INTERPRETED = """
+SCRIPT = """
 import itertools
+import sys
 import torch
 from torch.nn.functional import cross_entropy
 from stage2_train.loss_kernels import rows_to_gradient
 from stage2_train.target_head import cap_logits
 
+torch.set_default_device(sys.argv[1])
 torch.manual_seed(0)
 cases = list(itertools.product((40,), (1.0, 0.5), (None, 4.0), (False, True)))
 for vocab_size, scale, softcap, has_bias in [*cases, (8200, 1.0, None, False)]:
@@ -55,14 +52,6 @@ for vocab_size, scale, softcap, has_bias in [*cases, (8200, 1.0, None, False)]:
 """
 
 
-def test_kernel_gives_the_plain_loss():
+def test_kernel_gives_the_plain_loss(run_script, device):
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
-    # A process of its own, for the interpreter is chosen when the kernels are defined.
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    run_script(SCRIPT, device=device)

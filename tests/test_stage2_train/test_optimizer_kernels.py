@@ -1,16 +1,13 @@
-"""The optimizer kernel, run by Triton's interpreter, is torch's AdamW on fp32 masters."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The optimizer kernel, interpreted and on a GPU, is torch's AdamW on fp32 masters."""
 
 import pytest
 
-INTERPRETED = """
+SCRIPT = """
+import sys
 import torch
 from stage2_train.optimizer_kernels import adamw_update
 
+torch.set_default_device(sys.argv[1])
 torch.manual_seed(0)
 for shape, dtype in (((5000,), torch.bfloat16), ((3, 70), torch.float32)):
     expected = torch.nn.Parameter(torch.randn(shape))
@@ -37,14 +34,6 @@ for shape, dtype in (((5000,), torch.bfloat16), ((3, 70), torch.float32)):
 """
 
 
-def test_kernel_is_torchs_adamw():
+def test_kernel_is_torchs_adamw(run_script, device):
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
-    # A process of its own, for the interpreter is chosen when the kernels are defined.
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    run_script(SCRIPT, device=device)
