@@ -231,3 +231,8 @@ def _memory(device: torch.device) -> dict[str, Any]:
         "memory_total_bytes": torch.cuda.get_device_properties(device).total_memory,
         "memory_retries": stats["num_alloc_retries"],
     }
+
+
+def say(line: str) -> None:
+    """Prints a line at once, for the launcher to pass on."""
+    print(line, flush=True)

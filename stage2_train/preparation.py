@@ -1,0 +1,182 @@
+"""Builds everything a training needs from settings, store and checkpoint, or says what is wrong."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from stage2_train.architecture import DrafterArchitecture, resolve_architecture
+from stage2_train.checkpoint import (
+    latest_checkpoint,
+    load_tensors,
+    read_architecture,
+    read_state,
+)
+from stage2_train.compile import Evidence
+from stage2_train.config import DrafterRun
+from stage2_train.data import make_batch_maker
+from stage2_train.decode import layer_decoders
+from stage2_train.device import choose_device, choose_dtype
+from stage2_train.drafter import Drafter, initialize
+from stage2_train.export import load_any_drafter
+from stage2_train.fast_path import FastPath, make_fast_path
+from stage2_train.fp8 import freeze_fp8, use_fp8
+from stage2_train.monitor import Monitor, say
+from stage2_train.optimizer import MasterAdamW
+from stage2_train.position import Position
+from stage2_train.target_head import TargetHead, load_target_head
+from stage2_train.training import Training
+from storage.reader import Store
+
+# Settings that say what a position means: a run with others cannot go on from a checkpoint.
+POSITION_SETTINGS = ("seed", "batch_tokens")
+
+
+def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
+    """Builds everything a training needs, and takes over the last whole checkpoint if any."""
+    device = choose_device()
+    dtype = choose_dtype(run.train.dtype, device)
+    stored_head = load_target_head(store)
+    architecture = architecture_for(run, store, stored_head)
+    head = stored_head.to(device, dtype)
+    with torch.device("meta"):
+        drafter = Drafter(architecture)
+    # Drawn once: a billion weights take seconds.
+    initialize(drafter.to_empty(device="cpu"), seed=run.train.seed)
+    if run.drafter.init_from is not None:
+        take_weights(drafter, Path(run.drafter.init_from))
+    optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
+    position = resume(run, architecture, optimizer)
+    is_compiled = device.type == "cuda" if run.train.compile is None else run.train.compile
+    if run.train.fp8:
+        head = use_fp8_products(drafter, head)
+    batches = make_batch_maker(run.train, architecture, device)
+    training = Training(
+        run=run,
+        drafter=drafter,
+        optimizer=optimizer,
+        monitor=Monitor(
+            run.drafter_dir,
+            first_step=position.step,
+            device=device,
+            architecture=architecture,
+        ),
+        head=head,
+        decoders=layer_decoders(store.layers, batches.layer_names, device),
+        batches=batches,
+        fast_path=choose_fast_path(run.train.attention, device, is_compiled=is_compiled),
+        evidence=Evidence(is_compiling_wanted=is_compiled),
+        validation={},
+    )
+    num_weights = sum(weight.numel() for weight in optimizer.masters)
+    say(
+        f"drafter {run.drafter.name}: {num_weights / 1e6:.1f} M weights, layers "
+        f"{', '.join(batches.layer_names)}, {dtype} on {device}, from step {position.step}"
+    )
+    return training, position
+
+
+def choose_fast_path(
+    attention: str | None, device: torch.device, *, is_compiled: bool
+) -> FastPath | None:
+    """Gives the compiled layers on a GPU, and None where the plain ones are used.
+
+    Raises:
+        ValueError: FlexAttention is asked for where it cannot train.
+    """
+    if attention == "flex" and device.type != "cuda":
+        raise ValueError(
+            'train.attention = "flex" needs a GPU, for FlexAttention has no gradient on a CPU; '
+            "leave the setting out"
+        )
+    if attention == "sdpa" or device.type != "cuda":
+        return None
+    return make_fast_path(is_compiled=is_compiled)
+
+
+def use_fp8_products(drafter: Drafter, head: TargetHead) -> TargetHead:
+    """Makes the drafter's linear maps and the head's products fp8; gives the head.
+
+    Raises:
+        ValueError: the device has no fp8 products, or a width does not suit them.
+    """
+    device = drafter.fc.weight.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(f"train.fp8 needs a GPU with fp8 products, found {device}; turn it off")
+    use_fp8(drafter)
+    return replace(head, fp8=freeze_fp8(head.lm_head_weight))
+
+
+def architecture_for(run: DrafterRun, store: Store, head: TargetHead) -> DrafterArchitecture:
+    """Resolves the drafter's shape and checks that settings, store and target fit together."""
+    if head.hidden_size != store.identity.hidden_size:
+        raise ValueError(
+            f"the store's head has width {head.hidden_size}, its hidden states "
+            f"{store.identity.hidden_size}; extract the head of the same target again"
+        )
+    if run.train.batch_tokens < run.drafter.block_size:
+        raise ValueError(
+            f"train.batch_tokens {run.train.batch_tokens} is smaller than a block of "
+            f"{run.drafter.block_size}; raise it to the length of your sequences"
+        )
+    return resolve_architecture(
+        run.drafter,
+        target_config=head.config,
+        vocab_size=head.vocab_size,
+        num_target_layers=store.identity.num_target_layers,
+        stored_layer_ids=[int(name) for name in store.layers if name.isdigit()],
+        mask_token_id=head.mask_token_id,
+        scales={
+            "input_embedding_scale": head.embedding_scale,
+            "output_multiplier": head.logit_scale,
+            "final_logit_softcapping": head.final_logit_softcapping,
+        },
+    )
+
+
+def take_weights(drafter: Drafter, folder: Path) -> None:
+    """Starts from the weights of another drafter of the same shape, in any layout we read."""
+    shape = drafter.architecture
+    other = load_any_drafter(folder, num_target_layers=shape.num_target_layers)
+    if other.architecture.target_layer_ids != shape.target_layer_ids:
+        raise ValueError(
+            f"init_from {folder} reads target layers {other.architecture.target_layer_ids}, this "
+            f"drafter {shape.target_layer_ids}; they must be the same"
+        )
+    try:
+        drafter.load_state_dict(other.state_dict())
+    except RuntimeError as error:
+        first = str(error).splitlines()[-1].strip()
+        raise ValueError(f"init_from {folder} has another shape: {first}") from error
+
+
+def resume(run: DrafterRun, architecture: DrafterArchitecture, optimizer: MasterAdamW) -> Position:
+    """Takes over the newest whole checkpoint; without one the run starts at its beginning.
+
+    Raises:
+        ValueError: the checkpoint is of another drafter, or its position means something else.
+    """
+    checkpoint = latest_checkpoint(run.drafter_dir)
+    if checkpoint is None:
+        return Position()
+    state = read_state(checkpoint)
+    before, now = state["settings"]["train"], run.train.model_dump(mode="json")
+    changed = [
+        f"train.{name} was {before[name]}, is {now[name]}"
+        for name in POSITION_SETTINGS
+        if before[name] != now[name]
+    ]
+    shape_before = read_architecture(checkpoint).to_config()
+    changed += [
+        f"{name} was {shape_before.get(name)}, is {value}"
+        for name, value in architecture.to_config().items()
+        if shape_before.get(name) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"{checkpoint} cannot be resumed with other settings: {'; '.join(changed)}; restore "
+            "them, or give the drafter another name"
+        )
+    optimizer.load(*load_tensors(checkpoint))
+    say(f"resuming {checkpoint}")
+    return Position.from_json(state["position"])
