@@ -46,9 +46,9 @@ from stage2_train.device import choose_device
 from stage2_train.drafter import Drafter, initialize
 from stage2_train.export import export_official, export_speculators, load_any_drafter
 from stage2_train.optimizer import learning_rate
+from stage2_train.preparation import architecture_for
 from stage2_train.step import batch_loss
 from stage2_train.target_head import TargetHead, load_target_head
-from stage2_train.train import architecture_for
 from stage2_train.walk import decode_states
 from storage.reader import Snapshot, Store, open_store
 from storage.schema import LM_HEAD_INPUT
