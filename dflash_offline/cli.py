@@ -225,7 +225,7 @@ def finalize(run_file: Path, overrides: tuple[str, ...]) -> None:
 
 @main.group()
 def store() -> None:
-    """Look into a store, check it."""
+    """Look into a store, check it, mend it, derive another from it."""
 
 
 @store.command()
@@ -251,6 +251,38 @@ def verify(store_dir: str, full: bool) -> None:
     from dflash_offline.stores import print_verification
 
     sys.exit(print_verification(store_dir, full=full))
+
+
+@store.command()
+@click.argument("store_dir", type=str)
+@_one_line_errors
+def repair(store_dir: str) -> None:
+    """Give up damaged shards, so that the next `extract` fills exactly them again."""
+    from dflash_offline.stores import repair_store
+
+    repair_store(store_dir)
+
+
+@store.command()
+@click.argument("store_dir", type=str)
+@_one_line_errors
+def gc(store_dir: str) -> None:
+    """Remove what killed or losing workers left behind, a day old at least."""
+    from dflash_offline.stores import remove_garbage
+
+    remove_garbage(store_dir)
+
+
+@store.command()
+@click.argument("source_dir", type=str)
+@click.argument("target_dir", type=str)
+@click.option("--encoding", required=True, help="bf16, fp8, int8, int4, int3 or int2.")
+@_one_line_errors
+def encode(source_dir: str, target_dir: str, encoding: str) -> None:
+    """Write a store again with its states in another encoding; resumes where it stopped."""
+    from dflash_offline.stores import encode_store
+
+    encode_store(source_dir, target_dir, encoding=encoding)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,14 @@ import json
 
 import numpy as np
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from storage.derive import derive_store
+from storage.encodings import ENCODINGS, encoded_bytes_per_token
 from storage.reader import Store, open_store
+from storage.repair import bury_damaged, collect_garbage
 from storage.verify import verify_store
 
 SHOWN_PROBLEMS = 50
@@ -67,6 +71,53 @@ def print_verification(store_dir: str, *, full: bool) -> int:
     verdict = f"{len(report.problems)} problems" if report.problems else "whole"
     console.print(f"{store_dir}: {verdict}; checked {depth}")
     return 1 if report.problems else 0
+
+
+def repair_store(store_dir: str) -> None:
+    """Checks every chunk, gives damaged shards up and says what to run next."""
+    console = Console()
+    with console.status("checking every chunk"):
+        report = verify_store(store_dir, full=True)
+    buried = bury_damaged(store_dir, report.problems)
+    for unit in buried:
+        console.print(f"given up: shard {unit}")
+    if buried:
+        console.print("run `extract` again: it fills exactly these anew")
+    elif report.problems:
+        raise ValueError(
+            f"{store_dir}: {len(report.problems)} problems lie outside the shards and cannot be "
+            f"repaired so; the first: {report.problems[0]}"
+        )
+    else:
+        console.print(f"{store_dir}: whole, nothing to repair")
+
+
+def remove_garbage(store_dir: str) -> None:
+    """Removes what no reader looks at and names it."""
+    removed = collect_garbage(store_dir)
+    for name in removed:
+        print(f"removed {name}")
+    print(f"{store_dir}: {len(removed)} leftovers removed")
+
+
+def encode_store(source_dir: str, target_dir: str, *, encoding: str) -> None:
+    """Derives a store in another encoding and says how large both are."""
+    if encoding not in ENCODINGS:
+        raise ValueError(f"--encoding {encoding}: expected one of {', '.join(ENCODINGS)}")
+    with Progress() as bar:
+        task = bar.add_task(f"encoding to {encoding}")
+        derive_store(
+            source_dir,
+            target_dir,
+            encoding=encoding,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    for place in (source_dir, target_dir):
+        layers = open_store(place).layers.values()
+        token_bytes = sum(
+            encoded_bytes_per_token(layer.encoding, layer.hidden_size) for layer in layers
+        )
+        print(f"{place}: {token_bytes:,} bytes of states a token")
 
 
 def _coloured(store: Store, token_ids: np.ndarray, loss_mask: np.ndarray) -> Text:

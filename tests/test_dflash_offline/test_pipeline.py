@@ -100,9 +100,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_verify_names_the_damage_and_says_so_in_its_exit_code(
-    command: Command, folder: Path
-) -> None:
+def test_damage_is_named_given_up_and_filled_again(command: Command, folder: Path) -> None:
     assert command("extract", "run.toml", *ONE_WORKER).exit_code == 0
     data_files = [
         path
@@ -114,6 +112,21 @@ def test_verify_names_the_damage_and_says_so_in_its_exit_code(
     assert result.exit_code == 1
     assert "damaged" in result.stdout
     assert "layer" in result.stdout
+    assert command("store", "repair", "runs/run/store").exit_code == 0
+    refill = command("extract", "run.toml", *ONE_WORKER)
+    assert refill.exit_code == 0, refill.stderr
+    assert command("store", "verify", "--full", "runs/run/store").exit_code == 0
+    assert command("store", "gc", "runs/run/store").exit_code == 0
+
+
+def test_a_store_is_derived_in_another_encoding(command: Command) -> None:
+    assert command("extract", "run.toml", *ONE_WORKER).exit_code == 0
+    result = command("store", "encode", "runs/run/store", "int8-store", "--encoding", "int8")
+    assert result.exit_code == 0, result.stderr
+    assert "int8-store: 72 bytes of states a token" in result.stdout
+    refused = command("store", "encode", "runs/run/store", "other", "--encoding", "int9")
+    assert refused.exit_code == 2
+    assert "expected one of bf16, fp8, int8" in refused.stderr
 
 
 @pytest.mark.parametrize(
