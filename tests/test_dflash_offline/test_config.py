@@ -62,7 +62,7 @@ def test_resolved_settings_read_back_equal(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("train.epoch=1", "unknown key train.epoch; did you mean epochs?"),
-        ("trian.epochs=1", "unknown key trian; did you mean train?"),
+        ("trainn.epochs=1", "unknown key trainn; did you mean train?"),
         ("store.encoding=fp7", "store.encoding: Input should be"),
         ("train.epochs=0", "train.epochs: Input should be greater than or equal to 1"),
         ("train.epochs", "expected table.key=value"),
