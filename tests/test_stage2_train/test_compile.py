@@ -1,7 +1,17 @@
 """The evidence repeats what the steps said, and starts anew after each report."""
 
+import pytest
+import torch
+
 from stage2_train import compile as module
 from stage2_train.compile import Evidence
+
+
+@pytest.fixture(autouse=True)
+def _stance_of_other_tests():
+    """Leave the process as it was, for other tests compile too."""
+    with torch.compiler.set_stance("default"):
+        yield
 
 
 def test_eager_steps_say_so():
