@@ -33,6 +33,7 @@ endif
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/peers speculators==0.9.0
 	touch $@
 
 extract: setup
