@@ -9,7 +9,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CLI := $(BIN)/dflash-offline
 OVERRIDES := $(foreach setting,$(SET),--set $(setting))
-# A machine with a GPU keeps the torch that is installed there; others get the pinned CPU build.
+# A machine with a GPU keeps the torch that is installed there; others get the pinned version, as the
+# CPU build where the package index in use has one.
 HAS_CUDA_TORCH := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null)
 
 .PHONY: setup extract train eval export demo test check format slow clean help

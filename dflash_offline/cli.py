@@ -63,16 +63,20 @@ def main() -> None:
 @_run_file_command
 @click.option("--worker", "worker_index", type=click.IntRange(min=0), help="Be one worker.")
 @click.option("--num-workers", type=click.IntRange(min=1), help="Workers in all, with --worker.")
+@click.option("--strict", is_flag=True, help="Stop at the first unusable line (data.strict).")
 def extract(
     run_file: Path,
     overrides: tuple[str, ...],
     worker_index: int | None,
     num_workers: int | None,
+    strict: bool,
 ) -> None:
     """Stage 1: run the target once, shard its hidden states into the store."""
     from dflash_offline.config import load_run_file
     from dflash_offline.stages import launch_extraction, run_extraction_worker
 
+    if strict:
+        overrides = (*overrides, "data.strict=true")
     config = load_run_file(run_file, overrides=overrides)
     if worker_index is None:
         if num_workers is not None:

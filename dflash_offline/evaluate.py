@@ -238,11 +238,25 @@ def evaluate_run(
     bench: Bench, drafter_dir: Path, *, untrained: "UntrainedDrafters"
 ) -> dict[str, Any]:
     """Evaluates a drafter's best and newest checkpoint and writes the better one's `eval.json`."""
+    forget_other_evaluations(drafter_dir, bench.config)
     candidates = {best_checkpoint(drafter_dir), latest_checkpoint(drafter_dir)}
-    # The best so far anew: an evaluation of other settings may have made it so.
     for checkpoint in sorted(path for path in candidates if path is not None):
         evaluate_checkpoint(bench, checkpoint, drafter_dir, untrained=untrained)
-    return _publish_best(drafter_dir)
+    result = _publish_best(drafter_dir)
+    if result is None:
+        raise ValueError(f"{drafter_dir}: its checkpoints were removed while they were decoded")
+    return result
+
+
+def forget_other_evaluations(drafter_dir: Path, config: EvalConfig) -> None:
+    """Removes checkpoints' results of other settings: they cannot be compared with new ones."""
+    for checkpoint in list_checkpoints(drafter_dir):
+        path = checkpoint / EVALUATION
+        if not path.is_file():
+            continue
+        settings = json.loads(path.read_text(encoding="utf-8")).get("settings")
+        if settings != config.model_dump(mode="json"):
+            path.unlink()
 
 
 def evaluate_checkpoint(
@@ -259,9 +273,11 @@ def evaluate_checkpoint(
             _write_json(checkpoint / EVALUATION, result)
 
 
-def _publish_best(drafter_dir: Path) -> dict[str, Any]:
+def _publish_best(drafter_dir: Path) -> dict[str, Any] | None:
     best = best_checkpoint(drafter_dir)
-    assert best is not None
+    # Training may have removed the only evaluated checkpoint meanwhile.
+    if best is None or not (best / EVALUATION).is_file():
+        return None
     result: dict[str, Any] = json.loads((best / EVALUATION).read_text(encoding="utf-8"))
     _write_json(drafter_dir / "eval.json", result)
     return result
@@ -272,6 +288,8 @@ def watch_run(
 ) -> dict[str, dict[str, Any]]:
     """Evaluates checkpoints as they appear, newest first, until every training is done."""
     results: dict[str, dict[str, Any]] = {}
+    for drafter_dir in drafter_dirs.values():
+        forget_other_evaluations(drafter_dir, bench.config)
     while True:
         has_news = False
         for name, drafter_dir in drafter_dirs.items():
@@ -280,11 +298,14 @@ def watch_run(
                 continue
             has_news = True
             evaluate_checkpoint(bench, checkpoint, drafter_dir, untrained=untrained)
-            results[name] = _publish_best(drafter_dir)
-            print_table({name: results[name]})
+            published = _publish_best(drafter_dir)
+            if published is not None:
+                results[name] = published
+                print_table({name: published})
         if not has_news:
             if all(is_training_done(drafter_dir) for drafter_dir in drafter_dirs.values()):
-                return {name: _publish_best(where) for name, where in drafter_dirs.items()}
+                published_last = {name: _publish_best(d) for name, d in drafter_dirs.items()}
+                return {n: found for n, found in published_last.items() if found is not None}
             time.sleep(WATCH_PAUSE_S)
 
 

@@ -55,7 +55,9 @@ def slots(
         return [Slot(environment={}) for _ in range(cpu_processes)]
     if gpus is None:
         gpus = default_gpus(available_gpus, first=first)
-    absent = [gpu for gpu in gpus if gpu >= available_gpus]
+    if not gpus:
+        raise ValueError("gpus = []: name at least one GPU, or remove the setting")
+    absent = [gpu for gpu in gpus if not 0 <= gpu < available_gpus]
     if absent:
         raise ValueError(f"gpus = {list(gpus)}: this machine has GPUs 0-{available_gpus - 1} only")
     return [Slot(environment={"CUDA_VISIBLE_DEVICES": _visible_device(gpu)}) for gpu in gpus]

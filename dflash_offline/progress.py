@@ -124,10 +124,18 @@ class ExtractionProgress:
         """Prints a worker's output above the bar."""
         self._bar.console.print(f"{name} | {line}", markup=False, highlight=False, soft_wrap=True)
 
-    def print_summary(self) -> None:
-        """Says what was stored, and what was left out and why."""
+    def print_summary(self, num_shards: int, num_sequences: int, num_tokens: int) -> None:
+        """Says what was committed since this extraction began, and what was left out and why.
+
+        What workers computed but did not commit, because they died or were stopped, is not stored
+        and not counted here.
+        """
         totals = self.totals()
-        print(f"stored {self._describe(totals)} in {totals.num_units} shards")
+        elapsed_s = max(time.time() - self._start_s, 1e-9)
+        print(
+            f"stored {num_sequences:,} sequences, {num_tokens:,} tokens in {num_shards} shards, "
+            f"{num_tokens / elapsed_s:,.0f} tok/s with start-up"
+        )
         if totals.num_truncated:
             print(f"truncated {totals.num_truncated} sequences at data.max_sequence_tokens")
         for reason, count in totals.skipped.most_common():

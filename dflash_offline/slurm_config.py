@@ -17,7 +17,7 @@ class SlurmExtractConfig(Settings):
     """The job array of stage 1: each task is one worker."""
 
     tasks: int = Field(default=8, ge=1, le=1000)
-    """Workers; a task does its share of the units, then what others left. Clusters allow 1,001."""
+    """Workers; a task does its share of the units, then what others left. At most 1,000."""
     tasks_at_once: int | None = Field(default=None, ge=1)
     """Tasks that may run at the same time; None sets no limit."""
     gpus: int = Field(default=1, ge=0)

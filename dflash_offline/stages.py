@@ -30,6 +30,7 @@ from dflash_offline.launch import (
 )
 from storage.files import replace_whole
 from storage.lock import only_process_in
+from storage.reader import open_store
 
 PACKAGES_OF_RECORD = ("torch", "triton", "transformers", "safetensors", "zarr", "numcodecs")
 
@@ -62,6 +63,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
         print(f"nothing to extract: all {len(units)} units are committed in {store_dir_of(config)}")
         return 0
     num_sequences = sum(len(store.sequences_of(unit)) for unit in open_units)
+    before = _stored(config)
     jobs = [
         Job(
             name=f"worker {index}",
@@ -81,8 +83,14 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
         ) as progress,
     ):
         exit_codes = run_jobs(jobs, places=places, show_line=progress.show_line)
-    progress.print_summary()
+    progress.print_summary(*(now - then for now, then in zip(_stored(config), before, strict=True)))
     return _report(exit_codes, again=f"dflash-offline extract {run_file}")
+
+
+def _stored(config: RunConfig) -> tuple[int, int, int]:
+    """Shards, sequences and tokens that are committed now."""
+    snapshot = open_store(store_dir_of(config)).snapshot()
+    return snapshot.num_shards, snapshot.num_sequences, int(snapshot.num_tokens.sum())
 
 
 def run_extraction_worker(config: RunConfig, *, worker_index: int, num_workers: int) -> int:

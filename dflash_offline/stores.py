@@ -94,6 +94,9 @@ def repair_store(store_dir: str) -> None:
 
 def remove_garbage(store_dir: str) -> None:
     """Removes what no reader looks at and names it."""
+    if "://" in store_dir:
+        raise ValueError(f"{store_dir}: leftovers in an object store cannot be removed yet")
+    open_store(store_dir)
     removed = collect_garbage(store_dir)
     for name in removed:
         print(f"removed {name}")

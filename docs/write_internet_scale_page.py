@@ -19,7 +19,7 @@ MATMUL_FLOPS = 790e12
 """What bf16 matrix products reach on an H200."""
 EXTRACT_SHARE = {"dense": 0.5, "MoE": 0.25}
 """Assumed share of it in the target's forward pass."""
-TRAIN_SHARE = 0.8
+TRAIN_SHARE = 0.69
 """Share of it that a training step is built to reach."""
 BLOCK_TOKENS = 512 * 16 / 3072
 """Trained block positions for one token of a sequence: 512 anchors of 16 in 3,072 tokens."""

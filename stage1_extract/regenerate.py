@@ -176,9 +176,9 @@ def answered_ids(path: Path, settings: Mapping[str, Any]) -> set[str]:
     """
     if not path.exists():
         return set()
-    with path.open("rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    content = path.read_bytes()
+    if content and b"\n" not in content:
+        raise ValueError(f"{path} was not written by regenerate; choose another regenerate.output")
     found = set()
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         try:
@@ -195,6 +195,9 @@ def answered_ids(path: Path, settings: Mapping[str, Any]) -> set[str]:
                 f"{path}:{number} was made with another {', '.join(differing)};"
                 " choose another regenerate.output or restore the settings"
             )
+    # Only now is the file known to be ours.
+    with path.open("rb+") as file:
+        file.truncate(content.rfind(b"\n") + 1)
     return found
 
 

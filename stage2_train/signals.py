@@ -6,7 +6,7 @@ from typing import Any
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGUSR1 instead of dying: the current step ends in a checkpoint."""
+    """Notes SIGINT, SIGTERM and SIGUSR1 instead of dying: the current step ends in a checkpoint."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -17,7 +17,7 @@ class StopSignals:
         return self._is_set
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -114,7 +114,7 @@ class ShardReader:
         if missing:
             raise StoreError(
                 f"shard {self.unit} of {self._files} lacks layers {', '.join(sorted(missing))}; it "
-                f"has {', '.join(sorted(_names(sources)))}: run `store add-layers`, or choose "
+                f"has {', '.join(sorted(_names(sources)))}: extract into another store, or choose "
                 "among these"
             )
         return sources

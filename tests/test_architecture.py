@@ -43,10 +43,27 @@ def test_storage_loads_no_torch() -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in ROOT.glob("*.md")))
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (".", "docs", "storage")
+    for path in ROOT.glob(f"{folder}/*.md")
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_path_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    linked = re.findall(r"\]\(([^)#:]+)\)", text)
-    quoted = re.findall(r"`([A-Za-z0-9_.-]+/[A-Za-z0-9_./-]*\.(?:md|py|toml|jsonl))`", text)
-    missing = [path for path in {*linked, *quoted} if not (ROOT / path).exists()]
+    linked = {(ROOT / page).parent / path for path in re.findall(r"\]\(([^)#:]+)\)", text)}
+    own = (
+        r"`((?:dflash_offline|stage1_extract|stage2_train|storage|tests|benchmarks|docs)[\w./-]*)`"
+    )
+    named = {ROOT / path for path in re.findall(own, text) if "." in path or path.isidentifier()}
+    missing = [str(path) for path in linked | named if not path.exists()]
     assert not missing, f"{page} names {missing}"
+
+
+def test_the_readme_names_the_top_level() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for folder in ("dflash_offline", "stage1_extract", "stage2_train", "storage", "benchmarks"):
+        assert f"`{folder}`" in text
+        assert (ROOT / folder).is_dir()

@@ -169,7 +169,7 @@ def test_another_identity_is_refused_and_the_store_left_whole(
 def test_bad_lines_are_counted_or_stop_the_run(command: Command, folder: Path) -> None:
     path = folder / "conversations.jsonl"
     path.write_text(path.read_text() + "{broken\n" + '{"id": "e", "messages": []}\n')
-    strict = command("extract", "run.toml", "--set", "data.strict=true")
+    strict = command("extract", "run.toml", "--strict")
     assert strict.exit_code == 2
     assert "conversations.jsonl" in strict.stderr
     assert "17" in strict.stderr

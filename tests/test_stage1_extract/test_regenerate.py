@@ -13,7 +13,7 @@ from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
 from stage1_extract.conversations import parse_conversation, read_conversations
 from stage1_extract.dialogues import start_dialogue
 from stage1_extract.problems import UnusableConversationError
-from stage1_extract.regenerate import append_lines, regenerate
+from stage1_extract.regenerate import answered_ids, append_lines, regenerate
 from stage1_extract.sequences import to_sequence
 from stage1_extract.target import load_target
 from stage1_extract.target_identity import weights_id
@@ -262,3 +262,12 @@ def test_lines_survive_odd_text(tmp_path: Path) -> None:
         {"a": "line\u2028break \U0001f600"},
         {"a": "\n"},
     ]
+
+
+def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    for number, content in enumerate((b'{"a": 1}', b'{"id": "x"}\n{"b"', b"text\nmore")):
+        path = tmp_path / f"foreign-{number}.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="was not written by regenerate"):
+            answered_ids(path, {"temperature": 0.0})
+        assert path.read_bytes() == content

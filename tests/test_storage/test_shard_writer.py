@@ -43,7 +43,7 @@ def test_added_layers_are_read_beside_the_first_ones(
     store: WritableStore, filled_dir: Path, making: SimpleNamespace
 ) -> None:
     snapshot = open_store(filled_dir).snapshot()
-    with pytest.raises(StoreError, match="add-layers"):
+    with pytest.raises(StoreError, match="extract into another store"):
         snapshot.read(0, layers=["5"])
     assert len(store.units_lacking(["5"])) == 3
     add_layer(store, making)
