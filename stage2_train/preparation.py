@@ -47,7 +47,13 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
         take_weights(drafter, Path(run.drafter.init_from))
     optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
     position = resume(run, architecture, optimizer)
-    is_compiled = device.type == "cuda" if run.train.compile is None else run.train.compile
+    fast_path = choose_fast_path(
+        run.train.attention, device, is_compiled=run.train.compile is not False
+    )
+    if run.train.compile and fast_path is None:
+        raise ValueError(
+            "train.compile = true needs a GPU and FlexAttention; leave it out to train uncompiled"
+        )
     if run.train.fp8:
         head = use_fp8_products(drafter, head)
     batches = make_batch_maker(run.train, architecture, device)
@@ -64,8 +70,10 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
         head=head,
         decoders=layer_decoders(store.layers, batches.layer_names, device),
         batches=batches,
-        fast_path=choose_fast_path(run.train.attention, device, is_compiled=is_compiled),
-        evidence=Evidence(is_compiling_wanted=is_compiled),
+        fast_path=fast_path,
+        evidence=Evidence(
+            is_compiling_wanted=fast_path is not None and run.train.compile is not False
+        ),
         validation={},
     )
     num_weights = sum(weight.numel() for weight in optimizer.masters)

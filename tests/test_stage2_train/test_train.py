@@ -152,6 +152,7 @@ def test_a_checkpoint_says_what_it_was_trained_on(make_run):
         ({"init_from": "/nowhere"}, {}, "/nowhere is no drafter"),
         ({}, {"attention": "flex"}, "needs a GPU, for FlexAttention has no gradient on a CPU"),
         ({}, {"fp8": True}, "train.fp8 needs a GPU with fp8 products, found cpu"),
+        ({}, {"compile": True}, "train.compile = true needs a GPU and FlexAttention"),
     ],
 )
 def test_bad_settings_are_one_clear_line(make_run, drafter, train, message):
