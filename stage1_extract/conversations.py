@@ -122,7 +122,7 @@ def read_conversations(
             lines[conversation.id] = _Line(path_index, start_byte, len(text), line_number)
     if not lines:
         where = ", ".join(map(str, files)) or "an empty list of files"
-        raise ValueError(f"data.conversations: no usable conversation in {where}{problems.first()}")
+        raise ValueError(f"no usable conversation in {where}{problems.first()}")
     return Conversations(files, lines, problems)
 
 
@@ -173,7 +173,7 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 start_byte += len(text)
     except OSError as error:
         raise ValueError(
-            f"data.conversations: cannot read {path} ({error.strerror}); check the path"
+            f"cannot read {path} ({error.strerror}); check the path in the run file"
         ) from error
 
 
