@@ -7,7 +7,6 @@ best one is known.
 """
 
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -319,24 +318,29 @@ def evaluate_drafter(
     bench: Bench, drafter: Drafter, *, untrained: "UntrainedDrafters"
 ) -> dict[str, Any]:
     """Decodes every suite with a drafter; gives the content of `eval.json`."""
-    lengths: dict[str, list[list[int]]] = {}
-    suites: dict[str, Any] = {}
-    for reference in bench.references:
-        drafted = decode_with(bench, drafter, reference)
-        lengths[reference.suite] = [each.acceptance_lengths for each in drafted.generations]
-        suites[reference.suite] = suite_result(bench, reference, drafted, drafter=drafter)
-    baseline = untrained.acceptance_lengths(drafter) if bench.config.untrained else None
-    first = lengths[bench.references[0].suite]
-    low, high = (math.nan, math.nan) if baseline is None else interval(baseline, bench.config)
+    suites = decode_suites(bench, drafter)
+    floor = untrained.results(drafter) if bench.config.untrained else {}
+    for suite, result in suites.items():
+        result["untrained"] = floor.get(suite)
+    first = bench.references[0].suite
+    baseline = floor.get(first, {})
     return {
-        "acceptance_length": mean_acceptance_length(first),
+        "acceptance_length": suites[first]["acceptance_length"],
         "suites": suites,
-        "untrained_acceptance_length": None
-        if baseline is None
-        else mean_acceptance_length(baseline),
-        "untrained_interval": None if baseline is None else [low, high],
+        "untrained_acceptance_length": baseline.get("acceptance_length"),
+        "untrained_interval": baseline.get("acceptance_length_interval"),
         "tie_margin": bench.tie_margin,
         "settings": bench.config.model_dump(mode="json"),
+    }
+
+
+def decode_suites(bench: Bench, drafter: Drafter) -> dict[str, dict[str, Any]]:
+    """Gives each suite's result with a drafter."""
+    return {
+        reference.suite: suite_result(
+            bench, reference, decode_with(bench, drafter, reference), drafter=drafter
+        )
+        for reference in bench.references
     }
 
 
@@ -406,21 +410,22 @@ def interval(lengths: list[list[int]], config: EvalConfig) -> tuple[float, float
 
 
 class UntrainedDrafters:
-    """Acceptance of fresh drafters, decoded once for each shape on the first suite."""
+    """Results of fresh drafters, decoded once for each shape: the floor, and as good a witness
+    of losslessness as a trained one.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self._lengths: dict[str, list[list[int]]] = {}
+        self._results: dict[str, dict[str, dict[str, Any]]] = {}
 
-    def acceptance_lengths(self, like: Drafter) -> list[list[int]]:
-        """Gives the acceptance lengths of a drafter of this shape before any training."""
+    def results(self, like: Drafter) -> dict[str, dict[str, Any]]:
+        """Gives each suite's result with a drafter of this shape before any training."""
         key = json.dumps(like.architecture.to_config(), sort_keys=True)
-        if key not in self._lengths:
+        if key not in self._results:
             fresh = Drafter(like.architecture)
             initialize(fresh, seed=self.bench.train_seed)
-            decoding = decode_with(self.bench, fresh, self.bench.references[0])
-            self._lengths[key] = [each.acceptance_lengths for each in decoding.generations]
-        return self._lengths[key]
+            self._results[key] = decode_suites(self.bench, fresh)
+        return self._results[key]
 
 
 def print_table(results: dict[str, dict[str, Any]]) -> None:
@@ -431,7 +436,7 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
     for heading in ("lossless", "ties", "tokens/s target", "tokens/s drafted"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
-        for place, (suite, found) in enumerate(result["suites"].items()):
+        for suite, found in result["suites"].items():
             low, high = found["acceptance_length_interval"]
             lossless = found["lossless_fraction"]
             table.add_row(
@@ -440,7 +445,7 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
                 suite,
                 str(found["num_prompts"]),
                 f"{found['acceptance_length']:.3f} [{low:.3f}, {high:.3f}]",
-                _untrained_cell(result) if place == 0 else "",
+                _untrained_cell(found.get("untrained")),
                 "sampled" if lossless is None else f"{lossless:.1%}",
                 str(found.get("num_ties", "")),
                 f"{found['target_tokens_per_s']:.1f}",
@@ -449,25 +454,28 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
-def _untrained_cell(result: dict[str, Any]) -> str:
-    if result["untrained_acceptance_length"] is None:
+def _untrained_cell(found: dict[str, Any] | None) -> str:
+    if found is None:
         return ""
-    low, high = result["untrained_interval"]
-    return f"{result['untrained_acceptance_length']:.3f} [{low:.3f}, {high:.3f}]"
+    low, high = found["acceptance_length_interval"]
+    return f"{found['acceptance_length']:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _exit_code(results: dict[str, dict[str, Any]], *, tie_margin: float) -> int:
-    exit_code = EXIT_LOSSLESS
-    for name, result in results.items():
-        for suite, found in result["suites"].items():
-            if found.get("num_differing"):
-                exit_code = EXIT_NOT_LOSSLESS
-                print(
-                    f"{name}, {suite}: {found['num_differing']} of {found['num_prompts']} answers "
-                    f"differ from the target's own where its top-2 margin is above {tie_margin}",
-                    file=sys.stderr,
-                )
-    return exit_code
+    judged = [
+        (f"{prefix}{name}, {suite}", found)
+        for name, result in results.items()
+        for suite, trained in result["suites"].items()
+        for prefix, found in (("", trained), ("untrained ", trained.get("untrained") or {}))
+        if found.get("num_differing")
+    ]
+    for name, found in judged:
+        print(
+            f"{name}: {found['num_differing']} of {found['num_prompts']} answers differ from the "
+            f"target's own where its top-2 margin is above {tie_margin}",
+            file=sys.stderr,
+        )
+    return EXIT_NOT_LOSSLESS if judged else EXIT_LOSSLESS
 
 
 def _check_fit(drafter: Drafter, decoder: TargetDecoder) -> None:

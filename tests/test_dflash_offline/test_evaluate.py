@@ -32,6 +32,7 @@ def test_eval_json_says_what_was_measured(run, capsys):
     result = json.loads((drafter_dir / "eval.json").read_text())
     assert (result["drafter"], result["step"]) == ("small", 4)
     assert result["untrained_acceptance_length"] >= 1.0
+    assert result["suites"]["held_out"]["untrained"]["lossless_fraction"] == 1.0
     found = result["suites"]["held_out"]
     assert found["num_prompts"] == 4  # as many as are held out
     assert found["lossless_fraction"] == 1.0
