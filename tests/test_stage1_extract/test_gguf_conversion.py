@@ -149,7 +149,6 @@ def test_digits_stand_alone(folder: Path) -> None:
     assert tokenizer.tokenize("in 2026") == ["in", "Ġ", "2", "0", "2", "6"]
 
 
-@pytest.mark.slow
 def test_logits_and_tokens_of_transformers_own_gguf_loader(folder: Path, gguf_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers loads GGUF files with accelerate only")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
