@@ -102,3 +102,9 @@ def test_a_store_in_an_object_store_keeps_its_url(tmp_path: Path) -> None:
     config = load_run_file(write(tmp_path, MINIMAL), overrides=[f"store.dir={url}"])
     assert store_dir_of(config) == url
     assert drafter_run(config, "one").store_dir == url
+
+
+@pytest.mark.parametrize("preset", ["demo", "qwen3-8b", "slurm"])
+def test_every_preset_is_a_valid_run_file(preset: str) -> None:
+    config = load_run_file(Path(preset))
+    assert drafter_run(config, config.drafter[0].name).train == config.train
