@@ -34,7 +34,6 @@ class Totals:
     num_sequences: int = 0
     num_tokens: int = 0
     num_bytes: int = 0
-    num_units: int = 0
     num_truncated: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
@@ -51,7 +50,6 @@ def total(lines: list[dict[str, Any]]) -> Totals:
         totals.num_sequences += line["num_sequences"]
         totals.num_tokens += line["num_tokens"]
         totals.num_bytes += line["num_bytes"]
-        totals.num_units += line["num_units"]
         totals.num_truncated += line["num_truncated"]
         totals.skipped.update(line["skipped"])
     return totals

@@ -47,9 +47,8 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
         take_weights(drafter, Path(run.drafter.init_from))
     optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
     position = resume(run, architecture, optimizer)
-    fast_path = choose_fast_path(
-        run.train.attention, device, is_compiled=run.train.compile is not False
-    )
+    is_compiled = run.train.compile is not False
+    fast_path = choose_fast_path(run.train.attention, device, is_compiled=is_compiled)
     if run.train.compile and fast_path is None:
         raise ValueError(
             "train.compile = true needs a GPU and FlexAttention; leave it out to train uncompiled"
@@ -71,9 +70,7 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
         decoders=layer_decoders(store.layers, batches.layer_names, device),
         batches=batches,
         fast_path=fast_path,
-        evidence=Evidence(
-            is_compiling_wanted=fast_path is not None and run.train.compile is not False
-        ),
+        evidence=Evidence(is_compiling_wanted=fast_path is not None and is_compiled),
         validation={},
     )
     num_weights = sum(weight.numel() for weight in optimizer.masters)
