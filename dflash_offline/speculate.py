@@ -71,6 +71,17 @@ class Decoding:
         return gained / self.decode_s if self.decode_s > 0 else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Where one pass of every row begins and how far it goes."""
+
+    anchor_ids: Int[Tensor, "rows"]
+    """Last known token."""
+    positions: Int[Tensor, "rows queries"]
+    lengths: Int[Tensor, "rows"]
+    """Tokens of the block that may count, anchor included."""
+
+
 @dataclass
 class _Rows:
     """The requests still running, one row each."""
@@ -162,6 +173,7 @@ class _BatchDecoder:
         self.prompts = prompts
         self.block_size = 1 if drafter is None else drafter.architecture.block_size
         device = target.device
+        self.offsets = torch.arange(self.block_size, device=device)
         self.stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         # A block that starts at the last token still writes its whole width.
@@ -190,12 +202,13 @@ class _BatchDecoder:
         _synchronize(self.target.device)
         start_s = time.perf_counter()
         while self.host_active:
-            drafted, draft_probabilities = self._draft()
-            block = torch.cat((self._anchor_ids()[:, None], drafted), dim=1)
-            seen = self.target.verify(block, self._positions(), num_visible=self._num_visible())
-            num_accepted, new_ids = self._accept(seen.logits, drafted, draft_probabilities)
+            block = self._block()
+            drafted, draft_probabilities = self._draft(block)
+            token_ids = torch.cat((block.anchor_ids[:, None], drafted), dim=1)
+            seen = self.target.verify(token_ids, block.positions, num_visible=self._num_visible())
+            num_accepted, new_ids = self._accept(seen.logits, block, drafted, draft_probabilities)
             num_kept = self._advance(num_accepted, new_ids, seen)
-            self.target.keep_tokens(block, seen.positions, num_kept)
+            self.target.keep_tokens(token_ids, seen.positions, num_kept)
             self._drop_finished_rows()
         _synchronize(self.target.device)
         return self._generations(), time.perf_counter() - start_s
@@ -218,8 +231,16 @@ class _BatchDecoder:
         active = self.rows.is_active.tolist()
         self.host_active = {row for row, is_active in enumerate(active) if is_active}
 
+    def _block(self) -> _Block:
+        rows = self.rows
+        return _Block(
+            anchor_ids=self.token_ids[rows.indices, rows.starts],
+            positions=rows.starts[:, None] + self.offsets,
+            lengths=(rows.limits - rows.starts).clamp(1, self.block_size),
+        )
+
     def _draft(
-        self,
+        self, block: _Block
     ) -> tuple[Int[Tensor, "rows drafted"], Float[Tensor, "rows drafted vocab"] | None]:
         """Propose the tokens after each anchor; with sampling also their distributions."""
         if self.drafter is None:
@@ -230,9 +251,9 @@ class _BatchDecoder:
             self.drafter,
             self.head,
             self.context,
-            anchor_ids=self._anchor_ids(),
+            anchor_ids=block.anchor_ids,
             anchors=self.rows.starts,
-            block_lengths=self._block_lengths(),
+            block_lengths=block.lengths,
             num_visible=max(self.host_starts),
         )
         if self.settings.temperature == 0.0:
@@ -243,6 +264,7 @@ class _BatchDecoder:
     def _accept(
         self,
         logits: Float[Tensor, "rows queries vocab"],
+        block: _Block,
         drafted: Int[Tensor, "rows drafted"],
         draft_probabilities: Float[Tensor, "rows drafted vocab"] | None,
     ) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows queries"]]:
@@ -250,14 +272,14 @@ class _BatchDecoder:
         if draft_probabilities is None:
             new_ids = self._choose(logits)
             if self.drafter is None:
-                self._record_margins(logits, self._positions() + 1)
+                self._record_margins(logits, block.positions + 1)
             # Accepted tokens equal the target's choices, so the choices are what is gained.
-            return accept_greedy(drafted, new_ids, self._block_lengths() - 1), new_ids
+            return accept_greedy(drafted, new_ids, block.lengths - 1), new_ids
         num_accepted, next_ids = accept_sampled(
             drafted,
             draft_probabilities,
             self._probabilities(logits),
-            self._block_lengths() - 1,
+            block.lengths - 1,
             generator=self.generator,
         )
         new_ids = torch.cat((drafted, next_ids[:, None]), dim=1)
@@ -276,12 +298,13 @@ class _BatchDecoder:
         gained, stopped = clip_gain(num_accepted, room, self._is_stop(new_ids))
         gained = gained * rows.is_active
         self.token_ids[rows.indices[:, None], seen.positions + 1] = new_ids
+        rows.starts = rows.starts + gained
+        rows.is_active = rows.is_active & ~stopped & (rows.starts + 1 < rows.limits)
+        news = torch.stack((gained, rows.is_active.long()))
         if self.context is not None:
             assert seen.states is not None
             self.context.write(seen.states, seen.positions, seen.slots)
-        rows.starts = rows.starts + gained
-        rows.is_active = rows.is_active & ~stopped & (rows.starts + 1 < rows.limits)
-        host_gained, host_active = torch.stack((gained, rows.is_active.long())).tolist()
+        host_gained, host_active = news.tolist()
         for row in tuple(self.host_active):
             self.acceptance_lengths[self.host_rows[row]].append(host_gained[row])
             self.host_starts[row] += host_gained[row]
@@ -343,21 +366,11 @@ class _BatchDecoder:
         top = logits.float().topk(2, dim=-1).values
         self.margins[self.rows.indices[:, None], positions] = top[..., 0] - top[..., 1]
 
-    def _anchor_ids(self) -> Int[Tensor, "rows"]:
-        return self.token_ids[self.rows.indices, self.rows.starts]
-
-    def _positions(self) -> Int[Tensor, "rows queries"]:
-        offsets = torch.arange(self.block_size, device=self.target.device)
-        return self.rows.starts[:, None] + offsets
-
-    def _block_lengths(self) -> Int[Tensor, "rows"]:
-        return (self.rows.limits - self.rows.starts).clamp(1, self.block_size)
-
     def _num_visible(self) -> int:
         return max(self.host_starts) + self.block_size
 
     def _is_stop(self, token_ids: Int[Tensor, "rows tokens"]) -> Bool[Tensor, "rows tokens"]:
-        return torch.isin(token_ids, self.stops)
+        return (token_ids[..., None] == self.stops).any(dim=-1)
 
 
 def _synchronize(device: torch.device) -> None:

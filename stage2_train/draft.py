@@ -25,13 +25,11 @@ class ContextCache:
     """
 
     def __init__(self, drafter: Drafter, *, batch_size: int, num_slots: int) -> None:
-        weight = drafter.fc.weight
         shape = drafter.architecture
         size = (batch_size, shape.num_key_value_heads, num_slots, shape.head_dim)
         self.drafter = drafter
-        self.layers: list[KeyValues] = [
-            (weight.new_zeros(size), weight.new_zeros(size)) for _ in range(shape.num_hidden_layers)
-        ]
+        # Keys and values of all layers in one piece, so that new tokens take one kernel to write.
+        self.slots = drafter.fc.weight.new_zeros(2 * shape.num_hidden_layers, *size)
 
     def write(
         self,
@@ -47,28 +45,25 @@ class ContextCache:
             slots: where they go: the position, or a slot that no block ever sees for padding.
         """
         new = self.drafter.context_key_values(context_states, positions)
-        for (keys, values), (new_keys, new_values) in zip(self.layers, new, strict=True):
-            write_slots(keys, new_keys, slots)
-            write_slots(values, new_values, slots)
+        write_slots(self.slots, torch.stack([part for layer in new for part in layer]), slots)
 
     def visible(self, num_visible: int) -> list[KeyValues]:
         """Give the first slots of every layer."""
-        return [
-            (keys[:, :, :num_visible], values[:, :, :num_visible]) for keys, values in self.layers
-        ]
+        parts = self.slots[:, :, :, :num_visible].unbind()
+        return list(zip(parts[::2], parts[1::2], strict=True))
 
     def keep_rows(self, rows: Int[Tensor, "kept"]) -> None:
         """Drop all other rows of the batch."""
-        self.layers = [(keys[rows], values[rows]) for keys, values in self.layers]
+        self.slots = self.slots[:, rows]
 
 
 def write_slots(
-    cache: Float[Tensor, "batch heads slots width"],
-    new: Float[Tensor, "batch heads tokens width"],
+    cache: Float[Tensor, "*layers batch heads slots width"],
+    new: Float[Tensor, "*layers batch heads tokens width"],
     slots: Int[Tensor, "batch tokens"],
 ) -> None:
     """Write each row's new tokens into that row's slots, in place."""
-    cache.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+    cache.scatter_(-2, slots[:, None, :, None].expand_as(new), new)
 
 
 def draft_mask(
@@ -84,6 +79,10 @@ def draft_mask(
     `block_lengths` shortens a block near the length limit: the official decoder drafts no further
     than it may still gain, and the mask tokens it leaves out are not seen by the others.
     """
+    if rule.sliding_window is None and not rule.is_causal:
+        return _plain_draft_mask(
+            anchors, block_lengths, num_visible=num_visible, block_size=block_size
+        )
     offset = torch.arange(block_size, device=anchors.device)
     slot = torch.arange(num_visible, device=anchors.device)
     query = (anchors[:, None] + offset)[:, :, None]
@@ -96,6 +95,19 @@ def draft_mask(
     if rule.is_causal:
         in_block = in_block & (distance >= 0)
     return torch.cat((in_context, in_block), dim=-1)[:, None]
+
+
+def _plain_draft_mask(
+    anchors: Int[Tensor, "batch"],
+    block_lengths: Int[Tensor, "batch"],
+    *,
+    num_visible: int,
+    block_size: int,
+) -> Bool[Tensor, "batch 1 queries keys"]:
+    """Do the same for the rule under which all queries of a block see alike, in few kernels."""
+    key = torch.arange(num_visible + block_size, device=anchors.device)
+    past = torch.where(key < num_visible, anchors[:, None], block_lengths[:, None] + num_visible)
+    return (key < past)[:, None, None].expand(-1, -1, block_size, -1)
 
 
 def make_draft_attend(
