@@ -37,6 +37,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/peers speculators==0.9.0
 	touch $@
 
+$(VENV)/.installed-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[services]'
+	touch $@
+
 extract: setup
 	$(CLI) extract $(RUN) $(OVERRIDES)
 
@@ -53,8 +57,8 @@ demo: extract train
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n 2
 
-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -m slow
+slow: $(VENV)/.installed-slow
+	$(BIN)/python -m pytest -q -m slow -rs
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -59,6 +59,9 @@ class Files(Protocol):
     def append_stream(self, path: str) -> AppendStream:
         """Starts a new file (and its folders)."""
 
+    def replacing_stream(self, path: str) -> AppendStream:
+        """Starts a file that appears when it is closed, in place of an equal one if need be."""
+
     def range_reader(self, path: str) -> RangeReader:
         """Opens a file for reads by range."""
 
@@ -136,13 +139,34 @@ class LocalAppendStream:
         """Flushes to disk and closes."""
         with explain_os_errors("write", self._path):
             os.fsync(self._descriptor)
-        self.abandon()
+        self._release()
 
     def abandon(self) -> None:
         """Closes without flushing; harmless when closed already."""
+        self._release()
+
+    def _release(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class LocalReplacingStream(LocalAppendStream):
+    """A stream whose file gets its name when it is closed; equal ones may race for it."""
+
+    def __init__(self, path: Path):
+        self._final = path
+        super().__init__(path.with_name(f"{TEMPORARY}{path.name}.{uuid.uuid4().hex}"))
+
+    def close(self) -> None:
+        """Flushes to disk, closes and gives the file its name."""
+        super().close()
+        self._path.replace(self._final)
+
+    def abandon(self) -> None:
+        """Closes without a name; the unfinished file is removed."""
+        self._release()
+        self._path.unlink(missing_ok=True)
 
 
 class LocalRangeReader:
@@ -261,6 +285,10 @@ class LocalFiles:
     def append_stream(self, path: str) -> LocalAppendStream:
         """Starts a new file and its folders."""
         return LocalAppendStream(self.root / path)
+
+    def replacing_stream(self, path: str) -> LocalReplacingStream:
+        """Starts a file that gets its name when it is closed."""
+        return LocalReplacingStream(self.root / path)
 
     def range_reader(self, path: str) -> LocalRangeReader:
         """Opens a file for reads by range."""

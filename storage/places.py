@@ -1,15 +1,29 @@
 """Where a store lies: a folder, or a prefix of an object store."""
 
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from storage.errors import StoreError
 from storage.files import Files, LocalFiles
 
 
 def files_at(place: str | Path) -> Files:
-    """The files of a store: a URL (`s3://bucket/prefix`) is an object store, else a folder."""
-    if isinstance(place, str) and "://" in place:
-        # Imported when needed: obstore takes a tenth of a second.
-        from storage.object_files import ObjectFiles
+    """The files of a store at a folder, a `file://` URL or an object store's URL.
 
-        return ObjectFiles.at(place)
-    return LocalFiles(place)
+    Object stores are `s3://bucket/prefix` and what else obstore knows (`gs://`, `az://`).
+    """
+    if not isinstance(place, str) or "://" not in place:
+        return LocalFiles(place)
+    if place.startswith("file://"):
+        return LocalFiles(_folder_of(place))
+    # Imported when needed: obstore takes a tenth of a second.
+    from storage.object_files import ObjectFiles
+
+    return ObjectFiles.at(place)
+
+
+def _folder_of(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise StoreError(f"{url}: expected file:///absolute/path, of this machine")
+    return Path(unquote(parts.path))

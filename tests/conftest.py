@@ -1,6 +1,8 @@
 """Tiny random targets and drafters that several tests decode with."""
 
-from collections.abc import Callable
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +100,21 @@ def make_head() -> Callable[..., TargetHead]:
 def _one_torch_thread() -> None:
     # Tiny models on several threads wait for each other more than they compute.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[Any]:
+    pytest.importorskip("moto", reason='no moto: pip install -e ".[services]"')
+    module = runpy.run_path(str(Path(__file__).with_name("s3_server.py")))
+    with module["running_s3_server"]() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_server(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An S3 server on loopback that behaves, to be found through the environment."""
+    for name, value in _s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    _s3_server.fault, _s3_server.forgets, _s3_server.ignores_conditions = None, False, False
+    _s3_server.requests.clear()
+    return _s3_server

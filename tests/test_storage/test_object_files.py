@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 
-from storage import places
 from storage.errors import DamagedShardError, IdentityMismatchError, StoreNotFoundError
 from storage.files import Files, LocalFiles
 from storage.object_files import ObjectFiles
-from storage.places import files_at
 from storage.reader import open_store
 from storage.repair import bury_damaged
 from storage.verify import verify_store
@@ -33,7 +31,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
         return LocalFiles(tmp_path)
     if request.param == "memory":
         return ObjectFiles(MemoryStore(), name="memory")
-    return files_at(tmp_path.as_uri())
+    return ObjectFiles.at(tmp_path.as_uri())
 
 
 def test_all_media_keep_one_contract(files: Files) -> None:
@@ -130,6 +128,15 @@ def test_damage_in_a_bucket_is_found_and_buried(
     assert open_store(PLACE).content_digest() == digest
 
 
-def test_folders_need_no_url(tmp_path: Path) -> None:
-    assert isinstance(files_at(str(tmp_path)), LocalFiles)
-    assert isinstance(places.files_at(tmp_path), LocalFiles)
+def test_a_replaced_file_is_whole_or_as_before(files: Files) -> None:
+    files.create("data", b"one")
+    stream = files.replacing_stream("data")
+    stream.write(b"two")
+    assert files.read("data") == b"one"
+    stream.close()
+    assert files.read("data") == b"two"
+    stream = files.replacing_stream("data")
+    stream.write(b"three")
+    stream.abandon()
+    assert files.read("data") == b"two"
+    assert files.names("") == ["data"]
