@@ -278,6 +278,17 @@ def gc(store_dir: str) -> None:
 
 
 @store.command()
+@click.argument("source", type=str)
+@click.argument("target", type=str)
+@_one_line_errors
+def copy(source: str, target: str) -> None:
+    """Copy a store, checked, to a folder or URL; again: only what is missing there."""
+    from dflash_offline.stores import print_copy
+
+    print_copy(source, target)
+
+
+@store.command()
 @click.argument("source_dir", type=str)
 @click.argument("target_dir", type=str)
 @click.option("--encoding", required=True, help="bf16, fp8, int8, int4, int3 or int2.")

@@ -8,6 +8,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from storage.copy import copy_store
 from storage.derive import derive_store
 from storage.encodings import ENCODINGS, encoded_bytes_per_token
 from storage.reader import Store, open_store
@@ -101,6 +102,21 @@ def remove_garbage(store_dir: str) -> None:
     for name in removed:
         print(f"removed {name}")
     print(f"{store_dir}: {len(removed)} leftovers removed")
+
+
+def print_copy(source_dir: str, target_dir: str) -> None:
+    """Copies a store, shows how far it is, and says what was new."""
+    with Progress() as bar:
+        task = bar.add_task("copying")
+        report = copy_store(
+            source_dir,
+            target_dir,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    print(
+        f"{target_dir}: {report.num_shards} shards, {report.num_copied} of them new "
+        f"({report.num_bytes / 1e9:.3g} GB copied and read back)"
+    )
 
 
 def encode_store(source_dir: str, target_dir: str, *, encoding: str) -> None:

@@ -179,7 +179,7 @@ def _check_shard(
     report.problems += _check_layers(files, records)
     report.problems += _check_membership(commit, planned.get(unit))
     for record in records:
-        report.problems += _check_files(files, commit, record, full)
+        report.problems += check_files(files, commit, record, full)
         report.num_bytes += sum(size for _, _, size in expected_files(record))
     return report
 
@@ -194,7 +194,7 @@ def _check_layers(files: Files, records: Sequence[LayersRecord]) -> Iterator[Pro
             yield Problem(None, name, None, (), message)
 
 
-def _check_files(
+def check_files(
     files: Files, commit: CommitRecord, record: LayersRecord, full: bool
 ) -> list[Problem]:
     """Problems of the data files that one record of a shard names."""
