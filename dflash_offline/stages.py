@@ -98,7 +98,7 @@ def run_extraction_worker(config: RunConfig, *, worker_index: int, num_workers: 
     from stage1_extract.extract import prepare_store, run_worker
 
     run = extract_run(config)
-    prepare_store(run)
+    prepare_store(run, is_worker=True)
     return run_worker(run, worker_index=worker_index, num_workers=num_workers)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 Batching = Literal["packed", "padded", "single"]
 """How sequences share a forward pass: `packed` end to end with attention inside each, `padded` on
@@ -49,6 +49,9 @@ class DataConfig(Settings):
     """Stop at the first unusable line instead of counting and skipping it."""
     bad_line_limit: int = Field(default=100, ge=0)
     """Unusable lines of the files tolerated before extraction stops."""
+    counted_conversations: int = Field(default=20_000, ge=1)
+    """Conversations that `plan` turns into tokens one by one; of more than this a random sample of
+    this many is counted, and the plan says how far it may be off."""
 
 
 class StoreConfig(Settings):
@@ -89,6 +92,9 @@ class ExtractConfig(Settings):
     before the exit code says so."""
     stop_grace_s: float = Field(default=20.0, ge=0.0)
     """Seconds after a stop signal in which the open shard may still be finished."""
+    max_store_bytes: ByteSize | None = None
+    """What the store may take, in bytes or as text such as "1.5TB"; extraction refuses to start
+    above it and names the ways to fit. None leaves it to the free disk."""
     force: bool = False
     """Start although the disk cannot hold the store."""
 

@@ -19,14 +19,14 @@ from stage1_extract.batches import batches_for
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations
 from stage1_extract.encode import EncodedBatch
-from stage1_extract.layers import captured_layers
 from stage1_extract.parity import choose_batching
 from stage1_extract.preparation import (
     open_conversations,
-    plan_new_conversations,
+    plan_units,
     record_layers,
     run_sequence,
     store_identity,
+    store_shape,
 )
 from stage1_extract.problems import UnusableConversationError
 from stage1_extract.sequences import TokenSequence
@@ -51,30 +51,30 @@ _PROOF_TOKENS = 256
 _SHOWN_OF_EACH_REASON = 3
 
 
-def prepare_store(run: ExtractRun) -> WritableStore:
+def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
     """Makes the store with identity, layer records and plan, or brings an existing one up to date.
 
     Idempotent, and safe when several processes call it at once. Loads no weights.
 
+    Args:
+        run: The run's settings.
+        is_worker: Whether others may be filling the store already: then room on the disk is asked
+            for only where new conversations are planned.
+
     Raises:
-        ValueError: The target, the data or a setting is unusable, or the disk is too small.
+        ValueError: The target, the data or a setting is unusable, or there is no room.
         StoreError: The store belongs to another identity, or cannot be written.
     """
     config = load_config(run.target)
-    layers = captured_layers(
-        run.store.target_layer_ids,
-        num_layers=run.store.num_layers,
-        lm_head_input=run.store.lm_head_input,
-        num_target_layers=config.num_hidden_layers,
-    )
+    shape = store_shape(run, config)
     tokenizer = load_tokenizer(run.target)
     conversations = open_conversations(run)
     if conversations.problems.counts:
         summary = f"{conversations.problems.summary()}{conversations.problems.first()}"
         print(f"unusable lines: {summary}", file=sys.stderr, flush=True)
     store = create_store(run.store_dir, store_identity(run, config, tokenizer))
-    record_layers(store, layers, encoding=run.store.encoding, hidden_size=config.hidden_size)
-    plan_new_conversations(store, run, conversations, tokenizer)
+    record_layers(store, shape)
+    plan_units(store, run, conversations, tokenizer, shape, counts_open_units=not is_worker)
     return store
 
 
@@ -223,7 +223,8 @@ class Worker:
                     self.conversations,
                     sequence_id,
                     self.target.tokenizer,
-                    self.store.identity,
+                    vocab_size=self.store.identity.vocab_size,
+                    target_weights=self.store.identity.target_weights_sha256[:16],
                 )
             except UnusableConversationError as problem:
                 unusable[sequence_id] = problem

@@ -1,13 +1,17 @@
 """Preparation: a store's identity, its layer records and the plan of its units."""
 
-import shutil
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations, read_conversations
+from stage1_extract.layers import captured_layers
+from stage1_extract.plan import TOKEN_BYTES, StoreShape, num_shards, store_size
+from stage1_extract.plan_counts import TokenCount, count_tokens
+from stage1_extract.plan_room import problem_with_room, room_of
 from stage1_extract.problems import UnusableConversationError
 from stage1_extract.sequences import (
     MASK_RULE_VERSION,
@@ -17,8 +21,8 @@ from stage1_extract.sequences import (
 )
 from stage1_extract.target import resolve_target, target_name
 from stage1_extract.target_identity import tokenizer_sha256, weights_sha256
-from storage.encodings import encoded_bytes_per_token
 from storage.errors import StoreError
+from storage.reader import open_store
 from storage.schema import LayerRecord, StoreIdentity
 from storage.writer import WritableStore
 
@@ -40,9 +44,19 @@ def run_sequence(
     conversations: Conversations,
     conversation_id: str,
     tokenizer: PreTrainedTokenizerBase,
-    identity: StoreIdentity,
+    *,
+    vocab_size: int,
+    target_weights: str | None = None,
 ) -> TokenSequence:
     """One conversation as tokens, by the run's settings.
+
+    Args:
+        run: The run's settings.
+        conversations: All conversations of the run.
+        conversation_id: Which one.
+        tokenizer: The target's.
+        vocab_size: Token ids must lie below.
+        target_weights: Short id of the target's weights, by which its own answers are known.
 
     Raises:
         UnusableConversationError: It cannot be used.
@@ -61,8 +75,8 @@ def run_sequence(
             template_arguments=run.data.template_arguments,
             max_sequence_tokens=run.data.max_sequence_tokens,
             long_conversations=run.data.long_conversations,
-            vocab_size=identity.vocab_size,
-            target_weights=identity.target_weights_sha256[:16],
+            vocab_size=vocab_size,
+            target_weights=target_weights,
         )
     except UnusableConversationError as problem:
         if run.data.strict and not problem.is_wanted:
@@ -94,93 +108,150 @@ def store_identity(
     )
 
 
-def record_layers(
-    store: WritableStore, layers: Sequence[str], *, encoding: str, hidden_size: int
-) -> None:
+def record_layers(store: WritableStore, shape: StoreShape) -> None:
     """Records the captured layers; a store that has others already is refused.
 
     Raises:
         StoreError: The store's shards hold other layers, or another encoding of them.
     """
     stored = list(store.layers)
-    if stored and sorted(stored) != sorted(layers):
+    if stored and sorted(stored) != sorted(shape.layers):
         raise StoreError(
             f"store.target_layer_ids: the store at {store.files} holds layers {', '.join(stored)},"
-            f" this run wants {', '.join(layers)}; restore the setting or use another store folder"
+            f" this run wants {', '.join(shape.layers)}; restore the setting or use another store"
+            " folder"
         )
     store.add_layers(
-        LayerRecord(name=name, encoding=encoding, hidden_size=hidden_size) for name in layers
+        LayerRecord(name=name, encoding=shape.encoding, hidden_size=shape.hidden_size)
+        for name in shape.layers
     )
 
 
-def plan_new_conversations(
+def store_shape(run: ExtractRun, config: PretrainedConfig) -> StoreShape:
+    """What the run file and the target's configuration say about the store's size."""
+    layers = captured_layers(
+        run.store.target_layer_ids,
+        num_layers=run.store.num_layers,
+        lm_head_input=run.store.lm_head_input,
+        num_target_layers=config.num_hidden_layers,
+    )
+    return StoreShape(
+        layers=tuple(layers),
+        encoding=run.store.encoding,
+        hidden_size=config.hidden_size,
+        shard_bytes=run.store.shard_bytes,
+        head_bytes=head_bytes(config, dtype=run.target.dtype),
+    )
+
+
+def head_bytes(config: PretrainedConfig, *, dtype: str) -> int:
+    """Bytes of the target's embedding, and of its LM head where that is not the same matrix."""
+    published = getattr(torch, dtype) if config.dtype is None else config.dtype
+    num_matrices = 1 if config.tie_word_embeddings else 2
+    return int(num_matrices * config.vocab_size * config.hidden_size * published.itemsize)
+
+
+def plan_units(
     store: WritableStore,
     run: ExtractRun,
     conversations: Conversations,
     tokenizer: PreTrainedTokenizerBase,
+    shape: StoreShape,
+    *,
+    counts_open_units: bool,
 ) -> None:
-    """Plans the conversations that the store has not planned yet, in units of `shard_bytes`.
+    """Plans the conversations that no unit holds yet, in units of `shard_bytes`, if they fit.
+
+    Args:
+        store: Open for writing.
+        run: The run's settings.
+        conversations: All conversations of the run.
+        tokenizer: The target's.
+        shape: What a token takes in the store.
+        counts_open_units: Whether room is asked for even when nothing is new, for units planned
+            earlier and not committed. Not while other workers fill them: what they have written
+            would count as missing.
 
     Raises:
-        ValueError: No conversation of a sample can be used, or the disk cannot hold the states.
+        ValueError: No conversation of a sample can be used, or there is no room for the states.
     """
-    # Unit by unit, because each question to the store looks at its files.
-    planned = {each for unit in store.units() for each in store.sequences_of(unit)}
-    new_ids = [each for each in conversations.ids if each not in planned]
-    if not new_ids:
+    new_ids = store.unplanned(conversations.ids)
+    if not new_ids and not counts_open_units:
         return
-    sample = new_ids[:: max(1, len(new_ids) // _SAMPLED_CONVERSATIONS)]
-    sampled_tokens = count_tokens(run, conversations, sample, tokenizer, store.identity)
-    token_bytes = sum(
-        encoded_bytes_per_token(record.encoding, record.hidden_size)
-        for record in store.layers.values()
-    )
-    needed_bytes = sampled_tokens * len(new_ids) // len(sample) * token_bytes
-    if isinstance(run.store_dir, Path):
-        check_disk(run.store_dir, needed_bytes=needed_bytes, force=run.extract.force)
-    num_units = max(1, -(-needed_bytes // run.store.shard_bytes))
-    store.plan_generation(new_ids, num_units=num_units)
+    open_units = set(store.units()) - store.committed()
+    open_ids = [each for unit in open_units for each in store.sequences_of(unit)]
+    wanted_ids = [*new_ids, *sorted(each for each in open_ids if each in conversations)]
+    if not wanted_ids:
+        return
+
+    def tokens_of(conversation_id: str) -> TokenSequence:
+        return run_sequence(
+            run, conversations, conversation_id, tokenizer, vocab_size=store.identity.vocab_size
+        )
+
+    def count(max_counted: int) -> TokenCount:
+        return counted(wanted_ids, tokens_of, max_counted=max_counted)
+
+    found = check_room(run, store, shape, count)
+    if new_ids:
+        new_tokens = found.num_tokens * len(new_ids) // len(wanted_ids)
+        store.plan_generation(new_ids, num_units=num_shards(new_tokens, shape))
 
 
-def count_tokens(
-    run: ExtractRun,
-    conversations: Conversations,
+def counted(
     conversation_ids: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    identity: StoreIdentity,
-) -> int:
-    """Tokens of some conversations together; unusable ones count none.
+    to_sequence: Callable[[str], TokenSequence],
+    *,
+    max_counted: int,
+) -> TokenCount:
+    """`count_tokens`, of conversations that can be used.
 
     Raises:
-        ValueError: None of them can be used.
+        ValueError: None of those looked at can be.
     """
-    num_tokens = 0
-    first_problem: UnusableConversationError | None = None
-    for conversation_id in conversation_ids:
-        try:
-            sequence = run_sequence(run, conversations, conversation_id, tokenizer, identity)
-        except UnusableConversationError as problem:
-            first_problem = first_problem or problem
-        else:
-            num_tokens += sequence.num_tokens
-    if num_tokens == 0:
+    count = count_tokens(conversation_ids, to_sequence, max_counted=max_counted)
+    if count.num_tokens == 0:
         raise ValueError(
-            f"data.conversations: none of {len(conversation_ids)} conversations tried can be used;"
-            f" the first: {first_problem}"
+            f"data.conversations: none of {count.num_counted} conversations tried can be used;"
+            f" the first: {count.first_problem}"
         )
-    return num_tokens
+    return count
 
 
-def check_disk(store_dir: Path, *, needed_bytes: int, force: bool) -> None:
-    """Refuses to start what the disk cannot hold.
+def check_room(
+    run: ExtractRun,
+    store: WritableStore,
+    shape: StoreShape,
+    count: Callable[[int], TokenCount],
+) -> TokenCount:
+    """Refuses to start what the disk or `extract.max_store_bytes` cannot hold; gives the count.
+
+    Args:
+        run: The run's settings.
+        store: Open for writing.
+        shape: What a token takes in the store.
+        count: Counts the conversations to come, or a sample of at most so many. A small one is
+            taken first; where its error leaves the answer open, `data.counted_conversations`.
 
     Raises:
-        ValueError: Free space is below the estimate and `force` is off.
+        ValueError: There is no room, in one line with the numbers and the ways out.
     """
-    free_bytes = shutil.disk_usage(store_dir).free
-    if needed_bytes > free_bytes and not force:
-        raise ValueError(
-            f"the store needs about {needed_bytes / 1e9:.1f} GB more and {store_dir} has"
-            f" {free_bytes / 1e9:.1f} GB free; free space, capture fewer layers or conversations,"
-            " use a smaller store.encoding, or set extract.force = true"
-        )
+    stored_bytes = committed_bytes(run, store, shape)
+    if stored_bytes > 0:
+        shape = replace(shape, head_bytes=0)
+    room = room_of(run, stored_bytes=stored_bytes)
+    found = count(_SAMPLED_CONVERSATIONS)
+    if room.is_close_to(store_size(found, shape)):
+        found = count(run.data.counted_conversations)
+    problem = problem_with_room(run, found, shape, room)
+    if problem is not None:
+        raise ValueError(problem)
+    return found
+
+
+def committed_bytes(run: ExtractRun, store: WritableStore, shape: StoreShape) -> int:
+    """Bytes of what the store holds already, its head included; 0 for an empty one."""
+    if not store.committed():
+        return 0
+    num_tokens = int(open_store(run.store_dir).snapshot().num_tokens.sum())
+    return num_tokens * (shape.state_bytes + TOKEN_BYTES) + shape.head_bytes

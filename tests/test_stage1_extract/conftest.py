@@ -1,6 +1,9 @@
 """Small tokenizers and tiny random targets, made once for all tests of stage 1."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from stage1_extract.config import DataConfig, ExtractConfig, ExtractRun, StoreConfig, TargetConfig
 
 CHATML = """\
 {%- for message in messages -%}
@@ -200,6 +205,85 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+def conversation_lines(count: int, *, first: int = 0) -> list[dict[str, Any]]:
+    """Short talks of different length."""
+    return [
+        {
+            "id": f"c{index}",
+            "messages": [
+                {"role": "user", "content": f"say {index}"},
+                {"role": "assistant", "content": "hello all " * (1 + index % 5)},
+            ],
+        }
+        for index in range(first, first + count)
+    ]
+
+
+@pytest.fixture
+def make_run(
+    tmp_path: Path, target_folder: Callable[..., Path], write_jsonl: Callable[..., Path]
+) -> Callable[..., ExtractRun]:
+    """Gives a run on a tiny target; tables of settings may be changed by name."""
+
+    def make(
+        *records: Any,
+        place: str = "run",
+        kind: str = "llama",
+        num_conversations: int = 24,
+        **tables: dict[str, Any],
+    ) -> ExtractRun:
+        path = write_jsonl(*(records or conversation_lines(num_conversations)))
+        target = {"model": str(target_folder(kind)), "dtype": "float32"}
+        data = {"conversations": (str(path),), "max_sequence_tokens": 80}
+        store = {"target_layer_ids": (0, 2), "encoding": "bf16"} | tables.get("store", {})
+        # Below the smallest size that a run file may name, to have several units of a few tokens.
+        store_config = StoreConfig(**store).model_copy(update={"shard_bytes": 40_000})
+        return ExtractRun(
+            target=TargetConfig(**(target | tables.get("target", {}))),
+            data=DataConfig(**(data | tables.get("data", {}))),
+            store=store_config,
+            extract=ExtractConfig(**({"batch_tokens": 200} | tables.get("extract", {}))),
+            store_dir=tmp_path / place / "store",
+            run_dir=tmp_path / place,
+        )
+
+    return make
+
+
+@pytest.fixture
+def talks() -> Callable[..., list[dict[str, Any]]]:
+    """Gives so many short talks of different length."""
+    return conversation_lines
+
+
+@pytest.fixture
+def run_script() -> Callable[..., None]:
+    """Runs a script in a process of its own, on a device; kernels are interpreted on the CPU.
+
+    A process of its own, for Triton's interpreter is chosen when kernels are defined, and what the
+    shape checker of the tests has wrapped cannot be compiled.
+    """
+
+    def run(script: str, *, device: str = "cpu") -> None:
+        interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script, device],
+            env=os.environ | interpret | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device that a kernel is tested on."""
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from stage1_extract import extract, preparation
-from stage1_extract.config import DataConfig, ExtractConfig, ExtractRun, StoreConfig, TargetConfig
+from stage1_extract import extract
+from stage1_extract.config import ExtractRun
 from stage1_extract.extract import Worker, prepare_store, run_worker
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
@@ -23,51 +23,6 @@ from storage.writer import ShardWriter
 
 MakeRun = Callable[..., ExtractRun]
 FORK = multiprocessing.get_context("fork")
-
-
-def conversation_lines(count: int, *, first: int = 0) -> list[dict[str, Any]]:
-    """Short talks of different length."""
-    return [
-        {
-            "id": f"c{index}",
-            "messages": [
-                {"role": "user", "content": f"say {index}"},
-                {"role": "assistant", "content": "hello all " * (1 + index % 5)},
-            ],
-        }
-        for index in range(first, first + count)
-    ]
-
-
-@pytest.fixture
-def make_run(
-    tmp_path: Path, target_folder: Callable[..., Path], write_jsonl: Callable[..., Path]
-) -> MakeRun:
-    """Gives a run on a tiny target; tables of settings may be changed by name."""
-
-    def make(
-        *records: Any,
-        place: str = "run",
-        kind: str = "llama",
-        num_conversations: int = 24,
-        **tables: dict[str, Any],
-    ) -> ExtractRun:
-        path = write_jsonl(*(records or conversation_lines(num_conversations)))
-        target = {"model": str(target_folder(kind)), "dtype": "float32"}
-        data = {"conversations": (str(path),), "max_sequence_tokens": 80}
-        store = {"target_layer_ids": (0, 2), "encoding": "bf16"} | tables.get("store", {})
-        # Below the smallest size that a run file may name, to have several units of a few tokens.
-        store_config = StoreConfig(**store).model_copy(update={"shard_bytes": 40_000})
-        return ExtractRun(
-            target=TargetConfig(**(target | tables.get("target", {}))),
-            data=DataConfig(**(data | tables.get("data", {}))),
-            store=store_config,
-            extract=ExtractConfig(**({"batch_tokens": 200} | tables.get("extract", {}))),
-            store_dir=tmp_path / place / "store",
-            run_dir=tmp_path / place,
-        )
-
-    return make
 
 
 def extract_all(run: ExtractRun, *, num_workers: int = 1) -> str:
@@ -242,11 +197,11 @@ def test_metrics_count_what_is_in_the_store(make_run: MakeRun) -> None:
 
 
 def test_bad_conversations_are_skipped_and_counted(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+    make_run: MakeRun, talks: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     unsupervised = {"id": "u", "token_ids": [5, 6], "loss_mask": [0, 1]}
     outside = {"id": "o", "token_ids": [5, 999], "loss_mask": [1, 1]}
-    run = make_run(*conversation_lines(40), unsupervised, outside, "no json")
+    run = make_run(*talks(40), unsupervised, outside, "no json")
     extract_all(run)
     assert open_store(run.store_dir).snapshot().num_sequences == 40
     assert last_metrics(run)["skipped"] == {
@@ -260,10 +215,10 @@ def test_bad_conversations_are_skipped_and_counted(
 
 
 def test_too_many_failures_show_in_the_exit_code(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+    make_run: MakeRun, talks: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     unsupervised = {"id": "u", "token_ids": [5, 6], "loss_mask": [0, 1]}
-    run = make_run(*conversation_lines(3), unsupervised)
+    run = make_run(*talks(3), unsupervised)
     prepare_store(run)
     assert run_worker(run, worker_index=0, num_workers=1) == 1
     assert "25% of the sequences failed" in capsys.readouterr().err
@@ -382,18 +337,6 @@ def test_wrong_layers_are_refused_before_weights_load(
     assert not run.store_dir.exists()
 
 
-def test_a_disk_too_small_is_refused_unless_forced(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full:
-        free = 1000
-
-    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda _: Full)
-    with pytest.raises(ValueError, match=r"needs about 0\.0 GB more"):
-        prepare_store(make_run())
-    assert len(prepare_store(make_run(extract={"force": True})).units()) > 0
-
-
 def test_data_that_no_longer_holds_a_planned_conversation_is_refused(make_run: MakeRun) -> None:
     prepare_store(make_run())
     run = make_run(data={"limit": 5})
@@ -408,9 +351,11 @@ def test_data_of_which_nothing_can_be_used_is_refused_at_once(make_run: MakeRun)
         prepare_store(make_run(record))
 
 
-def test_strict_stops_at_the_first_unusable_conversation(make_run: MakeRun) -> None:
+def test_strict_stops_at_the_first_unusable_conversation(
+    make_run: MakeRun, talks: Callable[..., Any]
+) -> None:
     unsupervised = {"id": "u", "token_ids": [5, 6], "loss_mask": [0, 1]}
-    run = make_run(*conversation_lines(3), unsupervised, data={"strict": True})
+    run = make_run(*talks(3), unsupervised, data={"strict": True})
     with pytest.raises(ValueError, match=r"\(id u\): no supervised pair .*data.strict"):
         prepare_store(run)
 
