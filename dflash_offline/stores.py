@@ -8,14 +8,19 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from storage.commits import read_commit
 from storage.copy import copy_store
 from storage.derive import derive_store
 from storage.encodings import ENCODINGS, encoded_bytes_per_token
-from storage.reader import Store, open_store
+from storage.losses import EncodingLoss, total_losses
+from storage.reader import Snapshot, Store, open_store
 from storage.repair import bury_damaged, collect_garbage
 from storage.verify import verify_store
 
 SHOWN_PROBLEMS = 50
+
+SAMPLED_SHARDS = 64
+"""Commit records that `store info` reads for what encoding lost."""
 
 
 def print_store(store_dir: str) -> None:
@@ -27,10 +32,7 @@ def print_store(store_dir: str) -> None:
     for field, value in store.identity.to_json().items():
         identity.add_row(field, value if isinstance(value, str) else json.dumps(value))
     console.print(identity)
-    layers = Table("layer", "encoding", "hidden size", title="layers", title_justify="left")
-    for name, layer in store.layers.items():
-        layers.add_row(name, layer.encoding, str(layer.hidden_size))
-    console.print(layers)
+    console.print(_layer_table(store, snapshot))
     num_tokens = int(snapshot.num_tokens.sum())
     console.print(
         f"{snapshot.num_shards} shards, {snapshot.num_sequences:,} sequences "
@@ -38,6 +40,26 @@ def print_store(store_dir: str) -> None:
         f"greedily by the target), {num_tokens:,} tokens, of which "
         f"{int(snapshot.num_supervised.sum()):,} can be anchors; snapshot {snapshot.id}"
     )
+
+
+def _layer_table(store: Store, snapshot: Snapshot) -> Table:
+    """Layers with their encoding and what it lost, by the commit records of some shards."""
+    shards = range(0, snapshot.num_shards, max(1, snapshot.num_shards // SAMPLED_SHARDS))
+    commits = [read_commit(store.files, snapshot.unit_of_shard(shard)) for shard in shards]
+    losses = total_losses(commit.losses for commit in commits)
+    measured = f"error and cut values from {len(commits)} of {snapshot.num_shards} shards"
+    names = ("layer", "encoding", "bytes a token", "relative error", "values cut")
+    table = Table(*names, title=f"layers; {measured}", title_justify="left")
+    for name, layer in store.layers.items():
+        token_bytes = encoded_bytes_per_token(layer.encoding, layer.hidden_size)
+        loss = losses.get(name)
+        found = ("not measured", "") if loss is None else _loss_text(loss)
+        table.add_row(name, layer.encoding, f"{token_bytes:,}", *found)
+    return table
+
+
+def _loss_text(loss: EncodingLoss) -> tuple[str, str]:
+    return f"{loss.relative_error:.2%}", f"{loss.num_saturated:,}"
 
 
 def print_sequence(store_dir: str, *, sequence_id: str) -> None:

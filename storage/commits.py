@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from jaxtyping import UInt32
 from storage import layout
 from storage.errors import StoreError
 from storage.files import Files
+from storage.losses import EncodingLoss
 from storage.records import read_record
 from storage.schema import UnitId, ids_digest
 
@@ -82,6 +83,8 @@ class LayersRecord:
     """Token scales, float32 [tokens, scale_columns]; None if no layer has any."""
     scale_columns: list[str]
     """Layer of each column of `scales`."""
+    losses: dict[str, EncodingLoss] = field(default_factory=dict)
+    """What encoding lost, by layer; empty where nobody measured."""
 
     @property
     def attempt_dir(self) -> str:
@@ -102,15 +105,19 @@ class LayersRecord:
             "unit": str(self.unit),
             "layers": {name: array.to_json() for name, array in self.layers.items()},
             "scales": None if self.scales is None else self.scales.to_json(),
+            "losses": {name: loss.to_json() for name, loss in self.losses.items()},
         }
 
 
-def _layers_from_json(value: Mapping[str, Any]) -> dict[str, Any]:
+def _layers_from_json(kind: type[LayersRecord], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a record; members that this version does not know are left out."""
+    known = {each.name for each in fields(kind)}
     return {
-        **value,
+        **{name: member for name, member in value.items() if name in known},
         "unit": UnitId.parse(value["unit"]),
         "layers": {name: ArrayRecord.from_json(a) for name, a in value["layers"].items()},
         "scales": None if value["scales"] is None else ArrayRecord.from_json(value["scales"]),
+        "losses": {name: EncodingLoss(**loss) for name, loss in value.get("losses", {}).items()},
     }
 
 
@@ -121,7 +128,7 @@ class AddedLayers(LayersRecord):
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "AddedLayers":
         """The record read back from `added/`."""
-        return cls(**_layers_from_json(value))
+        return cls(**_layers_from_json(cls, value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +156,7 @@ class CommitRecord(LayersRecord):
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "CommitRecord":
         """The record read back from `commits/`."""
-        known = {k: v for k, v in _layers_from_json(value).items() if k != "ids_sha256"}
+        known = _layers_from_json(cls, value)
         known["greedy"] = [bool(flag) for flag in value["greedy"]]
         known["tokens_checksums"] = unpack_uint32(value["tokens_checksums"])
         return cls(**known)

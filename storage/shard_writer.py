@@ -15,6 +15,7 @@ from storage.commits import AddedLayers, ArrayRecord, CommitRecord, read_added, 
 from storage.encodings import EncodedStates, encoding_named
 from storage.errors import StoreError
 from storage.files import Files
+from storage.losses import EncodingLoss, total_losses
 from storage.records import create_record
 from storage.schema import LayerRecord, UnitId
 
@@ -110,6 +111,7 @@ class Attempt:
         self._id = uuid.uuid4().hex
         self._dir = layout.attempt(unit, self._id)
         self._arrays = LayerArrays(files, self._dir, layers)
+        self._losses: dict[str, EncodingLoss] = {}
         self._sealed = False
         self._is_whole = True
         try:
@@ -120,6 +122,10 @@ class Attempt:
 
     def _open(self) -> None:
         self._arrays.open()
+
+    def count_losses(self, losses: Mapping[str, EncodingLoss]) -> None:
+        """Adds what encoding lost, by layer; the sums go into the commit record."""
+        self._losses = total_losses([self._losses, losses])
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -249,6 +255,7 @@ class ShardWriter(Attempt):
             layers=layers,
             scales=scales,
             scale_columns=self._arrays.scale_columns,
+            losses=self._losses,
         )
         return self._commit(layout.commit(self.unit), record)
 
@@ -307,6 +314,7 @@ class LayersWriter(Attempt):
             layers=layers,
             scales=scales,
             scale_columns=self._arrays.scale_columns,
+            losses=self._losses,
         )
         return self._commit(layout.added_layers(self.unit, self._names), record)
 
