@@ -6,7 +6,7 @@ budget is trained in a window, drawn anew each epoch.
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stage2_train.blocks import random_generator
@@ -90,3 +90,28 @@ def fill_fraction(batches: Iterable[list[Window]], *, batch_tokens: int) -> floa
     """Gives the share of the batches' tokens that are real, not padding."""
     filled = [sum(window.num_tokens for window in batch) for batch in batches]
     return sum(filled) / (batch_tokens * len(filled)) if filled else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One packed batch that one rank computes in one step."""
+
+    windows: Sequence[Window]
+    is_filler: bool
+    """Whether another rank trains it: the last step of an epoch has too few, and all ranks must
+    do the same work to meet. A filler's labels have no weight."""
+
+
+def share_steps(
+    planned: Sequence[Sequence[Window]], *, batches_per_step: int, rank: int = 0, num_ranks: int = 1
+) -> Iterator[list[Share]]:
+    """Yields what one rank computes in each step; over all ranks each batch is trained once.
+
+    Step s takes the batches from `s * batches_per_step` on, whatever the number of ranks: it is
+    the same step, up to the order in which floating-point numbers are summed.
+    """
+    for start in range(0, len(planned), batches_per_step):
+        of_step = planned[start : start + batches_per_step]
+        shares = [Share(windows=windows, is_filler=False) for windows in of_step[rank::num_ranks]]
+        num_missing = -(-len(of_step) // num_ranks) - len(shares)
+        yield shares + [Share(windows=of_step[0], is_filler=True)] * num_missing

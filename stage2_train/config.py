@@ -64,6 +64,15 @@ class TrainConfig(Settings):
     """Multiply in fp8 with row scales on GPUs that can: MLP, projections and LM head."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of the training process."""
+    batches_per_step: int | None = Field(default=None, ge=1)
+    """Packed batches of one optimizer step, over all GPUs; None takes one for each GPU. A GPU
+    computes its share one after the other and their gradients are summed in fp32."""
+    gpus_per_drafter: int = Field(default=1, ge=1)
+    """GPUs that train this drafter together, one process each; without a GPU so many processes
+    on the CPU. `batches_per_step` must be a multiple of it."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several GPUs hold one drafter: `ddp` each holds it whole, `fsdp` (FSDP2) each holds
+    and updates its share of every matrix, for drafters too large for one GPU."""
     read_ahead_bytes: int = Field(default=1_000_000_000, ge=1)
     """Memory the reader may fill ahead of the step, in bytes."""
     start_after_shards: int = Field(default=1, ge=1)

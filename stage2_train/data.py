@@ -47,6 +47,11 @@ class BatchMaker:
     read_ahead_bytes: int
     device: torch.device
 
+    @property
+    def full_weight_sum(self) -> float:
+        """Weight of all labels of a batch whose blocks all are real and whole."""
+        return self.num_anchors * float(self.weight_of_offset.sum(dtype=np.float64))
+
     def batches(
         self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], *, epoch: int
     ) -> Iterator[PackedBatch]:

@@ -3,8 +3,9 @@
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,11 @@ from stage2_train.architecture import DrafterArchitecture
 from stage2_train.collate import PackedBatch
 from stage2_train.flops import measured_peak_flops, step_flops
 from stage2_train.metrics import BlockSums, summarize, total
+from stage2_train.ranks import ALONE, Ranks
 from storage.files import replace_whole
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # Above this share of a step the reader, not the arithmetic, sets the pace.
 BAD_WAIT_FRACTION = 0.05
@@ -21,48 +26,83 @@ BAD_WAIT_FRACTION = 0.05
 SHORT_STEP_S = 0.05
 
 
+@dataclass
+class Interval:
+    """What one rank did since the last report."""
+
+    sums: BlockSums | None = None
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_flops: int = 0
+    wait_s: float = 0.0
+
+    def __add__(self, other: "Interval") -> "Interval":
+        """Both ranks' work; the slower reader sets the pace."""
+        sums = [part for part in (self.sums, other.sums) if part is not None]
+        return Interval(
+            sums=total(sums) if sums else None,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_blocks=self.num_blocks + other.num_blocks,
+            num_flops=self.num_flops + other.num_flops,
+            wait_s=max(self.wait_s, other.wait_s),
+        )
+
+
 class Monitor:
-    """Gathers steps and reports them; on resume it forgets what was said after the checkpoint."""
+    """Gathers steps and reports them; on resume it forgets what was said after the checkpoint.
+
+    Every rank has one; the first one's speaks and writes.
+    """
 
     def __init__(
         self,
         drafter_dir: Path,
         *,
-        first_step: int,
         device: torch.device,
         architecture: DrafterArchitecture,
+        ranks: Ranks = ALONE,
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.metrics_path = drafter_dir / "metrics.jsonl"
-        forget_after(self.metrics_path, step=first_step)
-        self.tensorboard = SummaryWriter(
-            str(drafter_dir / "tensorboard"), purge_step=first_step + 1
-        )
-        self.device = device
-        self.architecture = architecture
+        self.device, self.architecture, self.ranks = device, architecture, ranks
+        self.tensorboard: SummaryWriter | None = None
         self.peak_flops = measured_peak_flops(device) if device.type == "cuda" else None
+
+    def start(self, *, first_step: int) -> None:
+        """Begins behind a step; what was said of later ones is forgotten."""
+        if self.ranks.is_first:
+            from torch.utils.tensorboard import SummaryWriter
+
+            forget_after(self.metrics_path, step=first_step)
+            self.tensorboard = SummaryWriter(
+                str(self.metrics_path.parent / "tensorboard"), purge_step=first_step + 1
+            )
         self._restart_interval()
 
     def _restart_interval(self) -> None:
-        self._sums: list[BlockSums] = []
-        self._num_tokens = self._num_blocks = self._num_flops = 0
-        self._wait_s = 0.0
+        self._interval = Interval()
+        self._num_steps = 0
         self._start_s = time.perf_counter()
 
-    def add(self, batch: PackedBatch, sums: BlockSums, *, wait_s: float) -> None:
-        """Takes note of a step, without waiting for the device."""
-        self._sums.append(sums)
-        self._num_tokens += batch.num_real_tokens
-        self._num_blocks += batch.num_real_blocks
-        self._num_flops += step_flops(
+    def add(self, batch: PackedBatch, sums: BlockSums) -> None:
+        """Takes note of a batch, without waiting for the device."""
+        num_flops = step_flops(
             self.architecture,
             num_context_tokens=batch.num_real_tokens,
             num_blocks=batch.num_real_blocks,
             num_rows=len(batch.row_index),
             num_seen_pairs=batch.num_seen_pairs,
         )
-        self._wait_s += wait_s
+        self._interval += Interval(
+            sums=sums,
+            num_tokens=batch.num_real_tokens,
+            num_blocks=batch.num_real_blocks,
+            num_flops=num_flops,
+        )
+
+    def end_step(self, *, wait_s: float) -> None:
+        """Takes note of an update, and of the time its batches were waited for."""
+        self._num_steps += 1
+        self._interval.wait_s += wait_s
 
     def pause(self) -> "_Pause":
         """Gives a context whose time no step is charged for."""
@@ -78,12 +118,14 @@ class Monitor:
         gradient_norm: Tensor,
         evidence: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Writes one record of the steps since the last, and prints it.
+        """Writes one record of the steps since the last, and prints it; all ranks must call it.
 
         Raises:
             ValueError: the loss is not a finite number any more.
         """
-        record = summarize(total(self._sums))
+        done = self._of_all_ranks()
+        assert done.sums is not None, "a step trains a batch"
+        record = summarize(done.sums)
         elapsed_s = time.perf_counter() - self._start_s
         if not (abs(record["loss"]) < float("inf")):
             raise ValueError(
@@ -96,32 +138,51 @@ class Monitor:
             "epoch": epoch,
             "learning_rate": learning_rate,
             "gradient_norm": float(gradient_norm),
-            "step_s": elapsed_s / len(self._sums),
-            "tokens_per_s": self._num_tokens / elapsed_s,
-            "block_tokens_per_s": self._num_blocks * self.architecture.block_size / elapsed_s,
-            "blocks_per_s": self._num_blocks / elapsed_s,
-            "wait_fraction": self._wait_s / elapsed_s,
-            "flops_per_s": self._num_flops / elapsed_s,
+            "step_s": elapsed_s / self._num_steps,
+            "tokens_per_s": done.num_tokens / elapsed_s,
+            "block_tokens_per_s": done.num_blocks * self.architecture.block_size / elapsed_s,
+            "blocks_per_s": done.num_blocks / elapsed_s,
+            "wait_fraction": done.wait_s / elapsed_s,
+            "flops_per_s": done.num_flops / elapsed_s,
+            "num_ranks": self.ranks.size,
             **_memory(self.device),
             **evidence,
         }
         if self.peak_flops is not None:
-            record["mfu_fraction"] = record["flops_per_s"] / self.peak_flops
+            peak = self.peak_flops * self.ranks.size
+            record["mfu_fraction"] = record["flops_per_s"] / peak
         self._write(record)
-        print(live_line(record, total_steps=total_steps), flush=True)
+        self.say(live_line(record, total_steps=total_steps))
         self._restart_interval()
         return record
+
+    def _of_all_ranks(self) -> Interval:
+        mine = self._interval
+        if mine.sums is not None:
+            mine.sums = mine.sums.to("cpu")
+        first, *others = self.ranks.gather(mine)
+        for other in others:
+            first += other
+        return first
 
     def report_validation(self, *, step: int, validation: Mapping[str, Any]) -> None:
         """Writes and prints what a validation found."""
         self._write({"kind": "validation", "step": step, **validation})
-        print(validation_line(step, validation), flush=True)
+        self.say(validation_line(step, validation))
+
+    def say(self, line: str) -> None:
+        """Prints a line, once for all ranks."""
+        if self.ranks.is_first:
+            say(line)
 
     def close(self) -> None:
         """Flushes what is pending."""
-        self.tensorboard.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
+        if self.tensorboard is None:
+            return
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         for name, value in scalars(record).items():

@@ -1,5 +1,6 @@
 """Where a training run stands: a few integers, enough to go on exactly as if never stopped."""
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,13 +13,13 @@ class Position:
     """Optimizer updates done."""
     epoch: int = 0
     batch: int = 0
-    """Place of the next batch in its epoch."""
+    """Place of the next batch in its epoch, counted over all ranks."""
     snapshot_id: str | None = None
     """Snapshot of the store that the epoch is drawn from; None before the first epoch."""
 
-    def after_step(self) -> "Position":
-        """Gives the position one batch later."""
-        return replace(self, step=self.step + 1, batch=self.batch + 1)
+    def after_step(self, *, num_batches: int = 1) -> "Position":
+        """Gives the position after one more update, of so many batches."""
+        return replace(self, step=self.step + 1, batch=self.batch + num_batches)
 
     def next_epoch(self) -> "Position":
         """Gives the position at the start of the next epoch."""
@@ -38,11 +39,27 @@ class Position:
         return cls(**value)
 
 
-def total_steps(position: Position, *, num_batches: int, epochs: int, max_steps: int | None) -> int:
+def total_steps(
+    position: Position,
+    *,
+    num_batches: int,
+    batches_per_step: int,
+    epochs: int,
+    max_steps: int | None,
+) -> int:
     """Gives the steps of the whole run, if later epochs have as many batches as this one.
 
-    Depends on the epoch, not on the place in it: a resumed run finds the same number.
+    Depends on the epoch, not on the place in it: a resumed run finds the same number, unless it
+    takes another number of batches a step.
+
+    Args:
+        position: where the run stands.
+        num_batches: batches of this epoch.
+        batches_per_step: batches of one update.
+        epochs: passes over the data.
+        max_steps: limit of the settings.
     """
-    steps_before = position.step - position.batch
-    steps = steps_before + num_batches * (epochs - position.epoch)
+    left_in_epoch = math.ceil((num_batches - position.batch) / batches_per_step)
+    of_later_epoch = math.ceil(num_batches / batches_per_step)
+    steps = position.step + left_in_epoch + of_later_epoch * (epochs - position.epoch - 1)
     return steps if max_steps is None else min(steps, max_steps)

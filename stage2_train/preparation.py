@@ -1,7 +1,9 @@
 """Builds everything a training needs from settings, store and checkpoint, or says what is wrong."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,9 +23,12 @@ from stage2_train.drafter import Drafter, initialize
 from stage2_train.export import load_any_drafter
 from stage2_train.fast_path import FastPath, make_fast_path
 from stage2_train.fp8 import freeze_fp8, use_fp8
-from stage2_train.monitor import Monitor, say
+from stage2_train.gradients import GradientSum, WholeGradients
+from stage2_train.monitor import Monitor
 from stage2_train.optimizer import MasterAdamW
 from stage2_train.position import Position
+from stage2_train.ranks import ALONE, Ranks
+from stage2_train.sharding import ShardedAdamW, ShardedGradients, ShardedPath
 from stage2_train.target_head import TargetHead, load_target_head
 from stage2_train.training import Training
 from storage.reader import Store
@@ -32,10 +37,11 @@ from storage.reader import Store
 POSITION_SETTINGS = ("seed", "batch_tokens")
 
 
-def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
+def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Training, Position]:
     """Builds everything a training needs, and takes over the last whole checkpoint if any."""
     device = choose_device()
     dtype = choose_dtype(run.train.dtype, device)
+    batches_per_step = choose_batches_per_step(run.train.batches_per_step, ranks)
     stored_head = load_target_head(store)
     architecture = architecture_for(run, store, stored_head)
     head = stored_head.to(device, dtype)
@@ -45,14 +51,28 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
     initialize(drafter.to_empty(device="cpu"), seed=run.train.seed)
     if run.drafter.init_from is not None:
         take_weights(drafter, Path(run.drafter.init_from))
-    optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
-    position = resume(run, architecture, optimizer)
     is_compiled = run.train.compile is not False
     fast_path = choose_fast_path(run.train.attention, device, is_compiled=is_compiled)
     if run.train.compile and fast_path is None:
         raise ValueError(
             "train.compile = true needs a GPU and FlexAttention; leave it out to train uncompiled"
         )
+    sharded_path = None
+    optimizer: MasterAdamW | ShardedAdamW
+    gradients: GradientSum
+    if run.train.parallel == "fsdp" and ranks.size > 1:
+        drafter.to(device, torch.float32)
+        sharded_path = ShardedPath(drafter, fast_path, dtype=dtype, ranks=ranks)
+        optimizer = ShardedAdamW(drafter, run.train.optimizer, ranks=ranks)
+        gradients = ShardedGradients(optimizer.parameters, ranks)
+    else:
+        optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
+        gradients = WholeGradients(optimizer.parameters, ranks)
+    monitor = Monitor(run.drafter_dir, device=device, architecture=architecture, ranks=ranks)
+    position = resume(
+        run, architecture, optimizer, batches_per_step=batches_per_step, say=monitor.say
+    )
+    monitor.start(first_step=position.step)
     if run.train.fp8:
         head = use_fp8_products(drafter, head)
     batches = make_batch_maker(run.train, architecture, device)
@@ -60,25 +80,41 @@ def prepare(run: DrafterRun, store: Store) -> tuple[Training, Position]:
         run=run,
         drafter=drafter,
         optimizer=optimizer,
-        monitor=Monitor(
-            run.drafter_dir,
-            first_step=position.step,
-            device=device,
-            architecture=architecture,
-        ),
+        gradients=gradients,
+        ranks=ranks,
+        batches_per_step=batches_per_step,
+        monitor=monitor,
         head=head,
         decoders=layer_decoders(store.layers, batches.layer_names, device),
         batches=batches,
         fast_path=fast_path,
+        sharded_path=sharded_path,
         evidence=Evidence(is_compiling_wanted=fast_path is not None and is_compiled),
         validation={},
     )
     num_weights = sum(weight.numel() for weight in optimizer.masters)
-    say(
+    monitor.say(
         f"drafter {run.drafter.name}: {num_weights / 1e6:.1f} M weights, layers "
-        f"{', '.join(batches.layer_names)}, {dtype} on {device}, from step {position.step}"
+        f"{', '.join(batches.layer_names)}, {dtype} on {ranks.size} x {device}, "
+        f"from step {position.step}"
     )
     return training, position
+
+
+def choose_batches_per_step(wanted: int | None, ranks: Ranks) -> int:
+    """Gives the packed batches of one update, of which every rank computes the same number.
+
+    Raises:
+        ValueError: they cannot be shared out evenly.
+    """
+    if wanted is None:
+        return ranks.size
+    if wanted % ranks.size:
+        raise ValueError(
+            f"train.batches_per_step {wanted} is no multiple of the {ranks.size} processes of this "
+            "drafter (train.gpus_per_drafter)"
+        )
+    return wanted
 
 
 def choose_fast_path(
@@ -155,8 +191,18 @@ def take_weights(drafter: Drafter, folder: Path) -> None:
         raise ValueError(f"init_from {folder} has another shape: {first}") from error
 
 
-def resume(run: DrafterRun, architecture: DrafterArchitecture, optimizer: MasterAdamW) -> Position:
+def resume(
+    run: DrafterRun,
+    architecture: DrafterArchitecture,
+    optimizer: MasterAdamW | ShardedAdamW,
+    *,
+    batches_per_step: int,
+    say: Callable[[str], None],
+) -> Position:
     """Takes over the newest whole checkpoint; without one the run starts at its beginning.
+
+    Another number of ranks goes on with the same batches in the same order, and each sequence is
+    still trained once an epoch.
 
     Raises:
         ValueError: the checkpoint is of another drafter, or its position means something else.
@@ -182,6 +228,35 @@ def resume(run: DrafterRun, architecture: DrafterArchitecture, optimizer: Master
             f"{checkpoint} cannot be resumed with other settings: {'; '.join(changed)}; restore "
             "them, or give the drafter another name"
         )
-    optimizer.load(*load_tensors(checkpoint))
+    if isinstance(optimizer, ShardedAdamW):
+        optimizer.load(checkpoint)
+    else:
+        optimizer.load(*load_tensors(checkpoint))
     say(f"resuming {checkpoint}")
+    for change in changes_of_sharing(
+        state, num_ranks=run.train.gpus_per_drafter, batches_per_step=batches_per_step
+    ):
+        say(change)
     return Position.from_json(state["position"])
+
+
+def changes_of_sharing(
+    state: Mapping[str, Any], *, num_ranks: int, batches_per_step: int
+) -> list[str]:
+    """Says what other numbers of ranks or of batches a step mean for a resumed run."""
+    ranks_before = state.get("num_ranks", 1)
+    batches_before = state.get("batches_per_step", 1)
+    said = []
+    if ranks_before != num_ranks:
+        said.append(
+            f"going on with {num_ranks} processes, before {ranks_before}: the batches and their "
+            "order stay the same, each sequence is trained once an epoch; sums are rounded "
+            "differently, so the weights are not the same bit for bit"
+        )
+    if batches_before != batches_per_step:
+        said.append(
+            f"going on with {batches_per_step} batches a step, before {batches_before}: each "
+            "sequence is trained once an epoch, the number of steps left changes; set "
+            f"train.batches_per_step = {batches_before} to keep it"
+        )
+    return said

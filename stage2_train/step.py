@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -16,10 +17,25 @@ from stage2_train.attention import (
 from stage2_train.collate import EncodedLayer, PackedBatch
 from stage2_train.decode import LayerDecoder, decode_layer
 from stage2_train.drafter import Attend, Drafter, DrafterArchitecture
-from stage2_train.fast_path import FastPath
 from stage2_train.loss import head_cross_entropy
 from stage2_train.metrics import BlockSums, block_sums
 from stage2_train.target_head import TargetHead
+
+
+@runtime_checkable
+class DraftPath(Protocol):
+    """Another way to run the drafter's layers than the plain one: compiled, or sharded."""
+
+    def draft(
+        self,
+        drafter: Drafter,
+        batch: PackedBatch,
+        features: Float[Tensor, "tokens features"],
+        *,
+        head: TargetHead,
+    ) -> tuple[Float[Tensor, "queries hidden"], bool]:
+        """Gives the normed hidden states of the block tokens, and whether compiled code ran."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +59,7 @@ def batch_loss(
     decoders: Sequence[LayerDecoder],
     chunk_rows: int,
     weight_sum: float | None = None,
-    fast_path: FastPath | None = None,
+    fast_path: DraftPath | None = None,
 ) -> StepResult:
     """Drafts every block of a batch and compares with its labels.
 
@@ -88,13 +104,12 @@ def draft_blocks(
     *,
     head: TargetHead,
     decoders: Sequence[LayerDecoder],
-    fast_path: FastPath | None = None,
+    fast_path: DraftPath | None = None,
 ) -> tuple[Float[Tensor, "queries hidden"], bool]:
     """Gives the normed hidden state of every block token, and whether compiled code made it."""
-    weight = drafter.fc.weight
-    features = decode_features(
-        batch.layers, decoders, hidden_size=weight.shape[0], dtype=weight.dtype
-    )
+    # The head's type is what the step computes in; weights that are sharded are fp32.
+    dtype = head.embed_weight.dtype
+    features = decode_features(batch.layers, decoders, hidden_size=head.hidden_size, dtype=dtype)
     if fast_path is not None:
         return fast_path.draft(drafter, batch, features, head=head)
     context = drafter.context_key_values(features[None], batch.positions[None])
@@ -102,7 +117,7 @@ def draft_blocks(
         head.embed(batch.block_token_ids)[None],
         batch.block_positions[None],
         context,
-        training_attend(batch, drafter.architecture, weight.dtype),
+        training_attend(batch, drafter.architecture, dtype),
     )
     return drafted[0], False
 

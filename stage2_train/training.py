@@ -2,12 +2,13 @@
 
 import importlib.metadata
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
+import torch
 
+from stage2_train.batches import Window, share_steps
 from stage2_train.checkpoint import remove_old_checkpoints, save_checkpoint
 from stage2_train.collate import PackedBatch
 from stage2_train.compile import Evidence
@@ -16,10 +17,12 @@ from stage2_train.data import BatchMaker, plan_epoch
 from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
 from stage2_train.fast_path import FastPath
-from stage2_train.metrics import BlockSums
+from stage2_train.gradients import GradientSum
 from stage2_train.monitor import Monitor
 from stage2_train.optimizer import MasterAdamW, learning_rate
 from stage2_train.position import Position, total_steps
+from stage2_train.ranks import Ranks
+from stage2_train.sharding import ShardedAdamW, ShardedPath, whole_drafter
 from stage2_train.signals import StopSignals
 from stage2_train.step import batch_loss
 from stage2_train.target_head import TargetHead
@@ -36,12 +39,17 @@ class Training:
 
     run: DrafterRun
     drafter: Drafter
-    optimizer: MasterAdamW
+    optimizer: MasterAdamW | ShardedAdamW
+    gradients: GradientSum
+    ranks: Ranks
+    batches_per_step: int
     monitor: Monitor
     head: TargetHead
     decoders: tuple[LayerDecoder, ...]
     batches: BatchMaker
     fast_path: FastPath | None
+    sharded_path: ShardedPath | None
+    """Runs the drafter in steps where its weights are spread over the ranks."""
     evidence: Evidence
     validation: dict[str, Any]
     """What the last validation found, with its step."""
@@ -55,32 +63,68 @@ class Training:
             snapshot, seed=train.seed, epoch=position.epoch, batch_tokens=train.batch_tokens
         )
         steps = total_steps(
-            position, num_batches=len(planned), epochs=train.epochs, max_steps=train.max_steps
+            position,
+            num_batches=len(planned),
+            batches_per_step=self.batches_per_step,
+            epochs=train.epochs,
+            max_steps=train.max_steps,
         )
         if position.step >= steps:
             return position, "done"
-        batches = self.batches.batches(snapshot, planned[position.batch :], epoch=position.epoch)
-        for batch, wait_s in timed(batches):
-            position = self.step(batch, position, steps=steps, wait_s=wait_s)
+        for batches, num_batches, wait_s in self._steps(snapshot, planned, position):
+            position, is_stopped = self.step(
+                batches, position, steps=steps, num_batches=num_batches, wait_s=wait_s, stop=stop
+            )
             is_last = position.step >= steps
             if is_last or position.step % train.validation_steps == 0:
                 self.validate(snapshot, position)
-            is_stopped = stop.is_set()
             if is_last or is_stopped or position.step % train.checkpoint_steps == 0:
                 self.save(position, is_done=is_last)
             if is_last or is_stopped:
                 return position, "done" if is_last else "stopped"
         return position.next_epoch(), "epoch"
 
+    def _steps(
+        self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], position: Position
+    ) -> Iterator[tuple[list[PackedBatch], int, float]]:
+        """Yields this rank's batches of each step, how many all ranks have, and the wait."""
+        left = planned[position.batch :]
+        shares = list(
+            share_steps(
+                left,
+                batches_per_step=self.batches_per_step,
+                rank=self.ranks.rank,
+                num_ranks=self.ranks.size,
+            )
+        )
+        windows = [share.windows for of_step in shares for share in of_step]
+        arriving = timed(self.batches.batches(snapshot, windows, epoch=position.epoch))
+        for number, of_step in enumerate(shares):
+            arrived = [next(arriving) for _ in of_step]
+            batches = [
+                without_weights(batch) if share.is_filler else batch
+                for share, (batch, _) in zip(of_step, arrived, strict=True)
+            ]
+            num_batches = min(self.batches_per_step, len(left) - number * self.batches_per_step)
+            yield batches, num_batches, sum(wait_s for _, wait_s in arrived)
+
     def step(
-        self, batch: PackedBatch, position: Position, *, steps: int, wait_s: float
-    ) -> Position:
-        """Trains one batch and reports where a report is due."""
+        self,
+        batches: Sequence[PackedBatch],
+        position: Position,
+        *,
+        steps: int,
+        num_batches: int,
+        wait_s: float,
+        stop: StopSignals,
+    ) -> tuple[Position, bool]:
+        """Makes one update and reports where a report is due; says whether a rank was stopped."""
         train = self.run.train
         rate = learning_rate(position.step, total_steps=steps, config=train.optimizer)
-        sums, gradient_norm = self._update(batch, rate)
-        self.monitor.add(batch, sums, wait_s=wait_s)
-        position = position.after_step()
+        is_stopped = self._sum_gradients(batches, stop)
+        gradient_norm = self.optimizer.step(rate)
+        self.monitor.end_step(wait_s=wait_s)
+        position = position.after_step(num_batches=num_batches)
         if position.step % train.log_steps == 0 or position.step in (1, steps):
             self.monitor.report(
                 step=position.step,
@@ -90,26 +134,46 @@ class Training:
                 gradient_norm=gradient_norm,
                 evidence=self.evidence.take(),
             )
-        return position
+        return position, is_stopped
 
-    def _update(self, batch: PackedBatch, rate: float) -> tuple[BlockSums, Tensor]:
-        result = batch_loss(
-            self.drafter,
-            batch,
-            head=self.head,
-            decoders=self.decoders,
-            chunk_rows=self.run.train.loss.chunk_rows,
-            fast_path=self.fast_path,
+    def _sum_gradients(self, batches: Sequence[PackedBatch], stop: StopSignals) -> bool:
+        """Leaves the step's gradient in the parameters; says whether any rank was told to stop."""
+        is_only_one = len(batches) == self.ranks.size == 1
+        # What several batches are divided by is known when all are through.
+        weight_sum = None if is_only_one else self.batches.full_weight_sum
+        is_compiled = True
+        for number, batch in enumerate(batches):
+            if number > 0:
+                self.gradients.add()
+            result = batch_loss(
+                self.drafter,
+                batch,
+                head=self.head,
+                decoders=self.decoders,
+                chunk_rows=self.run.train.loss.chunk_rows,
+                weight_sum=weight_sum,
+                fast_path=self.sharded_path or self.fast_path,
+            )
+            result.loss.backward()
+            is_compiled = is_compiled and result.is_compiled
+            if batch.num_real_tokens > 0:
+                self.monitor.add(batch, result.sums)
+        self.evidence.add_step(is_compiled=is_compiled)
+        weight, num_stopped = self.ranks.sum(
+            sum(batch.weight_sum for batch in batches), float(stop.is_set())
         )
-        result.loss.backward()
-        self.evidence.add_step(is_compiled=result.is_compiled)
-        return result.sums, self.optimizer.step(rate)
+        if not is_only_one:
+            self.gradients.finish(self.batches.full_weight_sum / max(weight, 1e-30))
+        return num_stopped > 0
 
     def validate(self, snapshot: Snapshot, position: Position) -> None:
         """Measures the drafter on held-out sequences; training goes on unchanged."""
         with self.monitor.pause(), self.evidence.compiling_allowed():
+            drafter = self.drafter
+            if self.sharded_path is not None:
+                drafter = whole_drafter(drafter, dtype=self.head.embed_weight.dtype)
             found = validate(
-                self.drafter,
+                drafter,
                 snapshot,
                 head=self.head,
                 decoders=self.decoders,
@@ -117,29 +181,47 @@ class Training:
                 num_sequences=self.run.train.validation_sequences,
                 chunk_rows=self.run.train.loss.chunk_rows,
                 fast_path=self.fast_path,
+                ranks=self.ranks,
             )
         self.validation = {"step": position.step, **found}
         self.monitor.report_validation(step=position.step, validation=found)
 
     def save(self, position: Position, *, is_done: bool) -> None:
-        """Writes a checkpoint and removes those no longer kept."""
+        """Writes a checkpoint and removes those no longer kept: the first rank does, for all."""
         with self.monitor.pause():
-            is_current = self.validation.get("step") == position.step
-            save_checkpoint(
-                self.run.drafter_dir,
-                step=position.step,
-                architecture=self.drafter.architecture,
-                weights=self.optimizer.weights(),
-                optimizer=self.optimizer.state(),
-                state={
-                    "position": position.to_json(),
-                    "is_done": is_done,
-                    "validation": self.validation if is_current else None,
-                    "settings": self.run.model_dump(mode="json"),
-                    "versions": versions(),
-                },
-            )
-            remove_old_checkpoints(self.run.drafter_dir, keep=self.run.train.keep_checkpoints)
+            weights, optimizer = self.optimizer.weights(), self.optimizer.state()
+            if self.ranks.is_first:
+                is_current = self.validation.get("step") == position.step
+                save_checkpoint(
+                    self.run.drafter_dir,
+                    step=position.step,
+                    architecture=self.drafter.architecture,
+                    weights=weights,
+                    optimizer=optimizer,
+                    state={
+                        "position": position.to_json(),
+                        "is_done": is_done,
+                        "validation": self.validation if is_current else None,
+                        "settings": self.run.model_dump(mode="json"),
+                        "batches_per_step": self.batches_per_step,
+                        "num_ranks": self.ranks.size,
+                        "versions": versions(),
+                    },
+                )
+                remove_old_checkpoints(self.run.drafter_dir, keep=self.run.train.keep_checkpoints)
+            # Nobody goes on, or leaves, before it is on disk.
+            self.ranks.sum(0.0)
+
+
+def without_weights(batch: PackedBatch) -> PackedBatch:
+    """Gives the batch with labels that do not count: work that another rank's batch answers."""
+    return replace(
+        batch,
+        row_weight=torch.zeros_like(batch.row_weight),
+        weight_sum=0.0,
+        num_real_tokens=0,
+        num_real_blocks=0,
+    )
 
 
 def timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:

@@ -11,9 +11,9 @@ from stage2_train.batches import draw_window, pack
 from stage2_train.data import BatchMaker
 from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
-from stage2_train.fast_path import FastPath
 from stage2_train.metrics import summarize, total
-from stage2_train.step import batch_loss
+from stage2_train.ranks import ALONE, Ranks
+from stage2_train.step import DraftPath, batch_loss
 from stage2_train.target_head import TargetHead
 from stage2_train.walk import Walk, walk_store
 from storage.reader import Snapshot
@@ -43,9 +43,14 @@ def validate(
     batches: BatchMaker,
     num_sequences: int,
     chunk_rows: int,
-    fast_path: FastPath | None = None,
+    fast_path: DraftPath | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Gives held-out loss, accuracy and acceptance; empty where nothing is held out."""
+    """Gives held-out loss, accuracy and acceptance; empty where nothing is held out.
+
+    Ranks share the sequences out, and each gets what all found. None waits for another before its
+    own share is done: the drafter must be whole on each.
+    """
     chosen = held_out_sequences(snapshot, limit=num_sequences)
     if len(chosen) == 0:
         return {}
@@ -60,8 +65,8 @@ def validate(
         )
         for index in chosen.tolist()
     )
-    planned = list(pack(windows, batch_tokens=batches.batch_tokens))
-    sums = total(
+    planned = list(pack(windows, batch_tokens=batches.batch_tokens))[ranks.rank :: ranks.size]
+    sums = [
         batch_loss(
             drafter,
             batch,
@@ -69,10 +74,15 @@ def validate(
             decoders=decoders,
             chunk_rows=chunk_rows,
             fast_path=fast_path,
-        ).sums
+        ).sums.to("cpu")
         for batch in batches.batches(snapshot, planned, epoch=VALIDATION_EPOCH)
+    ]
+    walked = walk_store(drafter, head, snapshot, chosen[ranks.rank :: ranks.size].tolist())
+    lengths = [part for of_rank in ranks.gather(walked.acceptance_lengths) for part in of_rank]
+    everywhere = [part for of_rank in ranks.gather(sums) for part in of_rank]
+    return summarize(total(everywhere)) | walk_summary(
+        Walk(acceptance_lengths=lengths, block_size=walked.block_size)
     )
-    return summarize(sums) | walk_summary(walk_store(drafter, head, snapshot, chosen.tolist()))
 
 
 def walk_summary(walked: Walk) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage2_train.batches import Window, draw_window, fill_fraction, pack
+from stage2_train.batches import Window, draw_window, fill_fraction, pack, share_steps
 
 BATCH_TOKENS = 100
 lengths = st.lists(st.integers(2, BATCH_TOKENS), max_size=80)
@@ -70,3 +70,24 @@ def test_windows_lie_inside_their_sequence(num_tokens, epoch):
 
 def test_long_sequences_show_another_window_each_epoch():
     assert len({draw(10_000, epoch=epoch).start for epoch in range(20)}) > 15
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_batches", [0, 1, 5, 12, 13])
+def test_ranks_share_every_step_out_exactly(num_ranks, num_batches):
+    planned = [[Window(sequence_index=i, start=0, stop=1)] for i in range(num_batches)]
+    by_rank = [
+        list(share_steps(planned, batches_per_step=6, rank=rank, num_ranks=num_ranks))
+        for rank in range(num_ranks)
+    ]
+    for number, shares in enumerate(zip(*by_rank, strict=True)):
+        # All ranks do the same work, and together train the batches of the step, each once.
+        assert len({len(share) for share in shares}) == 1
+        trained = [s.windows for share in shares for s in share if not s.is_filler]
+        expected = planned[6 * number : 6 * number + 6]
+        assert sorted(w[0].sequence_index for w in trained) == [
+            w[0].sequence_index for w in expected
+        ]
+    assert {len(steps) for steps in by_rank} == {-(-num_batches // 6)}
+    if num_ranks == 1:
+        assert not any(share.is_filler for step in by_rank[0] for share in step)

@@ -90,7 +90,8 @@ def test_compilations_and_use_of_the_gpu_are_shown():
 def test_time_of_a_pause_is_charged_to_no_step(tmp_path, monkeypatch, architecture):
     clock = [0.0]
     monkeypatch.setattr("stage2_train.monitor.time.perf_counter", lambda: clock[0])
-    monitor = Monitor(tmp_path, first_step=0, device=torch.device("cpu"), architecture=architecture)
+    monitor = Monitor(tmp_path, device=torch.device("cpu"), architecture=architecture)
+    monitor.start(first_step=0)
     clock[0] = 1.0
     with monitor.pause():
         clock[0] = 101.0

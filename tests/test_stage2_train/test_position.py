@@ -17,6 +17,7 @@ def test_total_steps_are_the_same_anywhere_in_an_epoch():
         total_steps(
             Position(step=20 + batch, epoch=2, batch=batch),
             num_batches=10,
+            batches_per_step=1,
             epochs=6,
             max_steps=None,
         )
@@ -25,7 +26,21 @@ def test_total_steps_are_the_same_anywhere_in_an_epoch():
     assert totals == {60}
 
 
+def test_total_steps_count_a_short_last_step_of_every_epoch():
+    totals = {
+        total_steps(
+            Position(step=6 + batch // 4, epoch=2, batch=batch),
+            num_batches=10,
+            batches_per_step=4,
+            epochs=6,
+            max_steps=None,
+        )
+        for batch in (0, 4, 8)
+    }
+    assert totals == {6 + 4 * 3}
+
+
 def test_total_steps_end_at_the_limit():
     start = Position()
-    assert total_steps(start, num_batches=10, epochs=6, max_steps=25) == 25
-    assert total_steps(start, num_batches=10, epochs=1, max_steps=25) == 10
+    assert total_steps(start, num_batches=10, batches_per_step=1, epochs=6, max_steps=25) == 25
+    assert total_steps(start, num_batches=10, batches_per_step=1, epochs=1, max_steps=25) == 10

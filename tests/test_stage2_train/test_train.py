@@ -23,10 +23,10 @@ import stage2_train.train as page
 from stage2_train.config import DrafterRun
 run = DrafterRun.model_validate_json(sys.argv[1])
 plain_step = page.Training.step
-def step(self, batch, position, **arguments):
+def step(self, batches, position, **arguments):
     if position.step == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
-    return plain_step(self, batch, position, **arguments)
+    return plain_step(self, batches, position, **arguments)
 page.Training.step = step
 page.train_drafter(run)
 """
@@ -98,10 +98,10 @@ def test_signal_makes_a_checkpoint_and_resumes(make_run, monkeypatch, number):
     stopped = make_run(name="stopped")
     plain_step = Training.step
 
-    def step_with_signal(self, batch, position, **arguments):
+    def step_with_signal(self, batches, position, **arguments):
         if position.step == 2:
             os.kill(os.getpid(), number)
-        return plain_step(self, batch, position, **arguments)
+        return plain_step(self, batches, position, **arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Training, "step", step_with_signal)
