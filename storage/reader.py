@@ -20,6 +20,7 @@ from storage.head import check_head_file, head_files, read_head_file
 from storage.identity import read_identity, read_layers
 from storage.places import files_at
 from storage.plan import planned_counts
+from storage.read_cache import CachedFiles, ReadCache
 from storage.schema import (
     LayerRecord,
     StoreIdentity,
@@ -32,13 +33,19 @@ from storage.schema import (
 from storage.shards import Destinations, OpenShards, ShardReader
 
 
-def open_store(store_dir: str | Path) -> "Store":
+def open_store(store_dir: str | Path, *, cache: ReadCache | None = None) -> "Store":
     """Opens a store for reading.
+
+    Args:
+        store_dir: a folder or URL.
+        cache: keeps what is read of shards on a local disk; None reads everything from the store.
 
     Raises:
         StoreNotFoundError: there is no store at this place.
     """
     files = files_at(store_dir)
+    if cache is not None:
+        files = CachedFiles(files, cache)
     return Store(files, read_identity(files))
 
 
