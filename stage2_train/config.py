@@ -75,6 +75,11 @@ class TrainConfig(Settings):
     and updates its share of every matrix, for drafters too large for one GPU."""
     read_ahead_bytes: int = Field(default=1_000_000_000, ge=1)
     """Memory the reader may fill ahead of the step, in bytes."""
+    read_cache_dir: str | None = None
+    """Folder on a local disk that keeps what is read of a far store (S3, a slow network file
+    system) for later epochs, shared by all drafters of a machine; None keeps nothing."""
+    read_cache_bytes: int = Field(default=200_000_000_000, ge=1)
+    """Bytes that this folder may hold; what was used longest ago goes first."""
     start_after_shards: int = Field(default=1, ge=1)
     """Committed shards to wait for before training starts on a store that is still filling."""
     wait_for_store_s: float | None = Field(default=None, ge=0.0)

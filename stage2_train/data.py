@@ -23,6 +23,7 @@ from stage2_train.collate import PackedBatch, collate
 from stage2_train.config import DrafterRun, TrainConfig
 from storage.errors import StoreNotFoundError
 from storage.order import epoch_order
+from storage.read_cache import ReadCache
 from storage.reader import Snapshot, Store, open_store
 from storage.schema import layer_name
 from storage.stream import read_ahead
@@ -175,10 +176,19 @@ def wait_for_store(
     return None if is_stopped() else store  # The signal may have come in the last nap.
 
 
+def open_run_store(run: DrafterRun) -> Store:
+    """Opens the run's store, read through a cache on the local disk where one is set."""
+    train = run.train
+    cache = None
+    if train.read_cache_dir is not None:
+        cache = ReadCache(train.read_cache_dir, limit_bytes=train.read_cache_bytes)
+    return open_store(run.store_dir, cache=cache)
+
+
 def _filled_store(run: DrafterRun) -> Store | None:
     """Opens the store if training may start on it; None if it has to wait."""
     try:
-        store = open_store(run.store_dir)
+        store = open_run_store(run)
     except StoreNotFoundError:
         if run.train.wait_for_store_s is None:
             raise
