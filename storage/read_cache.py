@@ -110,7 +110,7 @@ class ReadCache:
         return left
 
     def _pieces(self) -> Iterator[tuple[float, int, Path]]:
-        """(time of last use, bytes, path) of each, unfinished ones included while they are young."""
+        """(time of last use, bytes, path) of each; young unfinished ones count."""
         for folder in self.folder.iterdir():
             if folder.name == TOTAL:
                 continue
