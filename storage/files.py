@@ -5,14 +5,15 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from storage.errors import DamagedShardError, StoreWriteError, explain_os_errors
 from storage.layout import TEMPORARY
 
 Buffer = memoryview | bytes | bytearray
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -268,7 +269,7 @@ class LocalFiles:
 
     def read(self, path: str) -> bytes:
         """The whole file."""
-        return (self.root / path).read_bytes()
+        return self._asked_twice(path, Path.read_bytes)
 
     def size(self, path: str) -> int:
         """Its size in bytes."""
@@ -292,13 +293,19 @@ class LocalFiles:
 
     def range_reader(self, path: str) -> LocalRangeReader:
         """Opens a file for reads by range."""
+        return self._asked_twice(path, LocalRangeReader)
+
+    def _asked_twice(self, path: str, use: Callable[[Path], T]) -> T:
+        """Uses a file; where there is none, once more after its folder was listed.
+
+        NFS and Lustre clients remember for seconds that a file was not there. Listing the folder
+        makes them ask the server again, so that a record just written elsewhere is found.
+        """
         try:
-            return LocalRangeReader(self.root / path)
+            return use(self.root / path)
         except FileNotFoundError:
-            # A network file system may remember that a file was not there yet; listing its
-            # folder makes it ask again. A commit record named this file, so it is worth it.
             self.names(path.rpartition("/")[0])
-            return LocalRangeReader(self.root / path)
+            return use(self.root / path)
 
     def sync_tree(self, folder: str) -> None:
         """Flushes the folders in `folder`, itself and those above it up to the root."""

@@ -6,6 +6,7 @@ import stat
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -164,3 +165,35 @@ def test_after_a_failed_write_a_shard_takes_no_more(
     assert list(store_dir.glob("shards/*/*")) == []
     making.fill(store)
     assert verify_store(store_dir, full=True).ok
+
+
+def test_a_file_that_the_client_remembers_as_missing_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS and Lustre: a look-up fails until the folder is listed again."""
+    files = LocalFiles(tmp_path)
+    files.create("commits/00/record", b"committed elsewhere")
+    stale = {tmp_path / "commits" / "00" / "record"}
+    really_open, really_list = os.open, os.listdir
+
+    def forgetful_open(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path) in stale:
+            raise FileNotFoundError(path)
+        return really_open(path, *arguments, **options)
+
+    def listdir(folder: Any) -> list[str]:
+        stale.difference_update({path for path in stale if path.parent == Path(folder)})
+        return really_list(folder)
+
+    monkeypatch.setattr("os.open", forgetful_open)
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: _read(forgetful_open(path, 0)))
+    monkeypatch.setattr("os.listdir", listdir)
+    for use in (files.read, files.range_reader):
+        stale.add(tmp_path / "commits" / "00" / "record")
+        use("commits/00/record")
+        assert not stale
+
+
+def _read(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
