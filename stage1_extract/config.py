@@ -59,8 +59,11 @@ class StoreConfig(Settings):
 
     dir: str | None = None
     """Folder or URL (`s3://bucket/prefix`) of the store; None puts it into the run folder."""
-    encoding: Literal["bf16", "fp8"] = "fp8"
-    """How hidden states are kept: `bf16` exact, `fp8` with a scale per token and layer."""
+    encoding: Literal["bf16", "fp8", "int8", "int4", "int3", "int2"] = "fp8"
+    """How hidden states are kept: `bf16` exact, `fp8` with a scale per token and layer; the others
+    also have channel scales, calibrated before the workers start. docs/encodings.md compares."""
+    calibration_tokens: int = Field(default=16_384, ge=256)
+    """Tokens of a random sample of the conversations from which channel scales are taken."""
     num_layers: int = Field(default=5, ge=1)
     """Captured layers when `target_layer_ids` is not given, spread as DFlash spreads them."""
     target_layer_ids: tuple[int, ...] | None = None
@@ -87,6 +90,13 @@ class ExtractConfig(Settings):
     batching: Batching | None = None
     """How sequences share a forward pass; None takes the first of `packed`, `padded`, `single` that
     a proof at the start finds exact for the target."""
+    compile: bool | None = None
+    """Run decoder layers compiled, on rows of a few fixed lengths; None does so on a GPU where the
+    proof at the start finds them exact, true stops where they are not."""
+    write_buffer_bytes: ByteSize = Field(default=ByteSize(2_000_000_000), ge=1)
+    """Pinned host memory of a GPU worker between GPU and store; at least two batches' worth."""
+    writer_threads: int = Field(default=3, ge=1)
+    """Shards that a GPU worker writes at once: one is filled while others are flushed to disk."""
     max_failed_fraction: float = Field(default=0.05, ge=0.0, le=1.0)
     """Share of sequences that may fail (NaN states, no supervised pair, a template that refuses)
     before the exit code says so."""

@@ -8,19 +8,22 @@ stored does not depend on how many there are.
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int32
 from numpy import ndarray
 
-from stage1_extract.batches import batches_for
+from stage1_extract.batches import batches_for, row_sizes
+from stage1_extract.calibration import calibrate
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations
-from stage1_extract.encode import EncodedBatch
+from stage1_extract.open_shard import OpenShard
 from stage1_extract.parity import choose_batching
+from stage1_extract.pipeline import Pipeline, ShardInProgress
 from stage1_extract.preparation import (
+    calibration_sequences,
     open_conversations,
     plan_units,
     record_layers,
@@ -39,7 +42,7 @@ from stage1_extract.worker_metrics import WorkerMetrics
 from storage.errors import StoreError
 from storage.reader import open_store
 from storage.schema import LayerRecord, UnitId
-from storage.writer import ShardWriter, WritableStore, create_store, open_for_writing
+from storage.writer import WritableStore, create_store, open_for_writing
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -48,13 +51,13 @@ EXIT_STOPPED_EARLY = 75
 
 _PROOF_SEQUENCES = 3
 _PROOF_TOKENS = 256
-_SHOWN_OF_EACH_REASON = 3
 
 
 def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
     """Makes the store with identity, layer records and plan, or brings an existing one up to date.
 
-    Idempotent, and safe when several processes call it at once. Loads no weights.
+    Idempotent, and safe when several processes call it at once. Loads no weights, but to calibrate
+    a new store's encoding.
 
     Args:
         run: The run's settings.
@@ -73,7 +76,8 @@ def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
         summary = f"{conversations.problems.summary()}{conversations.problems.first()}"
         print(f"unusable lines: {summary}", file=sys.stderr, flush=True)
     store = create_store(run.store_dir, store_identity(run, config, tokenizer))
-    record_layers(store, shape)
+    sample = calibration_sequences(run, conversations, tokenizer, vocab_size=config.vocab_size)
+    record_layers(store, shape, lambda: calibrate(run, sample, layers=shape.layers))
     plan_units(store, run, conversations, tokenizer, shape, counts_open_units=not is_worker)
     return store
 
@@ -105,9 +109,11 @@ def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
         try:
             worker = start_worker(run, store, metrics, stop, worker_index=worker_index)
             worker.prove(proof_units(store, order))
-            for unit in order:
-                if not stop and not store.is_committed(unit):
-                    worker.extract_unit(unit)
+            metrics.restart_clock()
+            with pipeline_of(worker) as worker.pipeline:
+                for unit in order:
+                    if not stop and not store.is_committed(unit):
+                        worker.extract_unit(unit)
         finally:
             metrics.close()
     print(metrics.summary(), flush=True)
@@ -144,7 +150,27 @@ def start_worker(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@contextmanager
+def pipeline_of(worker: "Worker") -> Iterator[Pipeline | None]:
+    """A GPU worker's pipeline, all its shards sealed at the end; the CPU needs none."""
+    if not worker.target.device.startswith("cuda"):
+        yield None
+        return
+    from stage1_extract.transfer import CudaTransfer
+
+    settings = worker.run.extract
+    transfer = CudaTransfer(
+        worker.layers,
+        device=worker.target.device,
+        batch_tokens=worker.batch_tokens,
+        write_buffer_bytes=settings.write_buffer_bytes,
+    )
+    with Pipeline(transfer, worker.metrics, num_threads=settings.writer_threads) as pipeline:
+        yield pipeline
+        pipeline.drain()
+
+
+@dataclass(kw_only=True)
 class Worker:
     """What one worker process holds while it goes from unit to unit."""
 
@@ -155,6 +181,13 @@ class Worker:
     layers: Mapping[str, LayerRecord]
     metrics: WorkerMetrics
     stop: StopRequest
+    pipeline: Pipeline | None = None
+    """Writes in the background on a GPU."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Token budget of a forward pass; the longest sequence fits."""
+        return max(self.run.extract.batch_tokens, self.store.identity.max_sequence_tokens)
 
     def prove(self, units: Iterable[UnitId]) -> None:
         """Checks the states of a few sequences against plain forward passes; saves the head.
@@ -169,47 +202,55 @@ class Worker:
             if usable:
                 proof = [each.token_ids[:_PROOF_TOKENS] for each in usable[:_PROOF_SEQUENCES]]
                 proof.append(max(usable, key=lambda each: each.num_tokens).token_ids)
-                wanted = self.run.extract.batching
-                choose_batching(self.target, proof, layers=list(self.layers), wanted=wanted)
+                choose_batching(
+                    self.target,
+                    proof,
+                    layers=list(self.layers),
+                    wanted=self.run.extract.batching,
+                    compiled_rows=row_sizes(self.batch_tokens) if self.is_compiling_wanted else (),
+                    must_compile=self.run.extract.compile is True,
+                )
+                if self.target.compiled is not None:
+                    self.metrics.evidence = self.target.compiled.evidence
                 save_head(self.store, self.run, self.target, token_ids=proof[0])
                 return
 
-    def extract_unit(self, unit: UnitId) -> bool:
+    @property
+    def is_compiling_wanted(self) -> bool:
+        """Whether decoder layers are to run compiled."""
+        wanted = self.run.extract.compile
+        return self.target.device.startswith("cuda") if wanted is None else wanted
+
+    def extract_unit(self, unit: UnitId) -> None:
         """Computes a unit and commits it whole, or drops it.
 
         It is dropped when a stop leaves no time for it, or when another worker commits it first.
-
-        Returns:
-            Whether this worker's attempt is now the shard.
+        With a pipeline the commit comes later, by the time the pipeline is drained.
         """
-        counts_before = self.metrics.counts.copy()
         with self.metrics.timed("tokenize"):
             sequences, unusable = self.read_unit(unit)
         batches = batches_for(
             self.target.batching,
             [each.num_tokens for each in sequences],
-            batch_tokens=self.run.extract.batch_tokens,
+            batch_tokens=self.batch_tokens,
         )
         pace = _Pace(sum(each.num_tokens for each in sequences))
-        with self.store.start_shard(unit) as shard:
-            self.skip(shard, unusable)
+        with self.open_shard(unit) as shard:
+            shard.skip(unusable)
             for batch in batches:
                 out_of_time = self.stop and not pace.ends_in(
                     self.stop.seconds_left(self.run.extract.stop_grace_s)
                 )
                 if out_of_time or self.store.is_committed(unit):
-                    break
+                    return
                 self.extract_batch(shard, [sequences[index] for index in batch])
                 pace.num_done += sum(sequences[index].num_tokens for index in batch)
-            else:
-                with self.metrics.timed("write"):
-                    is_ours = shard.seal()
-                if is_ours:
-                    self.metrics.counts.num_units += 1
-                    self.metrics.progress(now=True)
-                    return True
-        self.metrics.counts = counts_before
-        return False
+            shard.finish()
+
+    def open_shard(self, unit: UnitId) -> AbstractContextManager[ShardInProgress]:
+        """One attempt at a unit, written at once or by the pipeline."""
+        shard = OpenShard(self.store.start_shard(unit), self.layers, self.metrics)
+        return shard if self.pipeline is None else self.pipeline.open(shard)
 
     def read_unit(
         self, unit: UnitId
@@ -232,33 +273,14 @@ class Worker:
                 usable.append(sequence)
         return usable, unusable
 
-    def extract_batch(self, shard: ShardWriter, sequences: Sequence[TokenSequence]) -> None:
-        """Forward pass, encoding and append of one batch."""
-        with self.metrics.timed("forward"), self.enough_memory():
-            states = self.target.hidden_states(
-                [each.token_ids for each in sequences], layers=list(self.layers)
-            )
-        with self.metrics.timed("encode"), self.enough_memory():
-            encoded = EncodedBatch(states, self.layers)
-        start = 0
-        for sequence in sequences:
-            tokens = slice(start, start + sequence.num_tokens)
-            start = tokens.stop
-            broken_layer = encoded.broken_layer(tokens)
-            if broken_layer is not None:
-                self.skip(shard, {sequence.id: _not_finite(sequence, broken_layer)})
-                continue
-            num_bytes_before = shard.num_bytes
-            with self.metrics.timed("write"):
-                shard.append(
-                    sequence_id=sequence.id,
-                    token_ids=sequence.token_ids,
-                    loss_mask=sequence.loss_mask,
-                    greedy=sequence.greedy,
-                    states=encoded.of(tokens),
+    def extract_batch(self, shard: ShardInProgress, sequences: Sequence[TokenSequence]) -> None:
+        """Forward pass of one batch, whose states the shard takes."""
+        with self.enough_memory():
+            with shard.forward_pass():
+                states = self.target.hidden_states(
+                    [each.token_ids for each in sequences], layers=list(self.layers)
                 )
-            self.metrics.count(sequence, num_bytes=shard.num_bytes - num_bytes_before)
-        self.metrics.progress()
+            shard.add(sequences, states)
 
     @contextmanager
     def enough_memory(self) -> Iterator[None]:
@@ -270,13 +292,6 @@ class Worker:
                 f"extract.batch_tokens = {self.run.extract.batch_tokens}: the GPU's memory cannot"
                 " hold such a batch beside the target; lower it and run the same command again"
             ) from error
-
-    def skip(self, shard: ShardWriter, unusable: Mapping[str, UnusableConversationError]) -> None:
-        """Records sequences that hold no states, in the shard and in the counts."""
-        for sequence_id, problem in unusable.items():
-            shard.skip(sequence_id=sequence_id, reason=problem.reason)
-            if self.metrics.count_skipped(problem) <= _SHOWN_OF_EACH_REASON:
-                print(f"skipped {problem}", file=sys.stderr, flush=True)
 
 
 def save_head(
@@ -308,12 +323,6 @@ def judge_failures(metrics: WorkerMetrics, *, max_failed_fraction: float) -> int
         flush=True,
     )
     return EXIT_FAILED
-
-
-def _not_finite(sequence: TokenSequence, layer: str) -> UnusableConversationError:
-    return UnusableConversationError(
-        f"NaN or infinity in layer {layer}", source=f"sequence {sequence.id}"
-    )
 
 
 class _Pace:

@@ -1,11 +1,15 @@
 """Preparation: a store's identity, its layer records and the plan of its units."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from jaxtyping import Int32
+from numpy import ndarray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from stage1_extract.calibration import ChannelScalesByLayer
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations, read_conversations
 from stage1_extract.layers import captured_layers
@@ -21,7 +25,9 @@ from stage1_extract.sequences import (
 )
 from stage1_extract.target import resolve_target, target_name
 from stage1_extract.target_identity import tokenizer_sha256, weights_sha256
+from storage.encodings import encoding_named
 from storage.errors import StoreError
+from storage.order import permutation
 from storage.reader import open_store
 from storage.schema import LayerRecord, StoreIdentity
 from storage.writer import WritableStore
@@ -108,23 +114,58 @@ def store_identity(
     )
 
 
-def record_layers(store: WritableStore, shape: StoreShape) -> None:
+def record_layers(
+    store: WritableStore, shape: StoreShape, calibrated: Callable[[], ChannelScalesByLayer]
+) -> None:
     """Records the captured layers; a store that has others already is refused.
+
+    Args:
+        store: Open for writing.
+        shape: Which layers, and their encoding.
+        calibrated: Gives channel scales by layer; asked only where the encoding needs them and
+            the store has none yet.
 
     Raises:
         StoreError: The store's shards hold other layers, or another encoding of them.
     """
-    stored = list(store.layers)
+    stored = store.layers
     if stored and sorted(stored) != sorted(shape.layers):
         raise StoreError(
             f"store.target_layer_ids: the store at {store.files} holds layers {', '.join(stored)},"
             f" this run wants {', '.join(shape.layers)}; restore the setting or use another store"
             " folder"
         )
-    store.add_layers(
-        LayerRecord(name=name, encoding=shape.encoding, hidden_size=shape.hidden_size)
-        for name in shape.layers
-    )
+    needs_scales = encoding_named(shape.encoding).calibrated and not stored
+    scales = calibrated() if needs_scales else {}
+    for name in shape.layers:
+        record = LayerRecord(
+            name=name,
+            encoding=shape.encoding,
+            hidden_size=shape.hidden_size,
+            channel_scales=scales.get(name),
+        )
+        # Another process may have calibrated meanwhile: the first record holds.
+        recorded = store.layers.get(name, record)
+        store.add_layers([replace(record, channel_scales=recorded.channel_scales)])
+
+
+def calibration_sequences(
+    run: ExtractRun,
+    conversations: Conversations,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+) -> Iterator[Int32[ndarray, "_"]]:
+    """Token ids of usable conversations, in a random order that is always the same."""
+    for place in permutation(len(conversations), seed=0, epoch=0, stream=0):
+        with suppress(UnusableConversationError):
+            yield run_sequence(
+                run,
+                conversations,
+                conversations.ids[place],
+                tokenizer,
+                vocab_size=vocab_size,
+            ).token_ids
 
 
 def store_shape(run: ExtractRun, config: PretrainedConfig) -> StoreShape:

@@ -1,0 +1,82 @@
+"""Channel scales come from the target's own states, once, and never change."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stage1_extract import extract
+from stage1_extract.calibration import calibrate
+from stage1_extract.config import ExtractRun
+from stage1_extract.extract import prepare_store
+from stage1_extract.preparation import record_layers, store_shape
+from stage1_extract.target import load_target
+from stage1_extract.target_transformers import load_config
+from storage.encodings import calibrate_channels
+from storage.errors import StoreError
+from storage.writer import create_store
+
+MakeRun = Callable[..., ExtractRun]
+
+
+def int8_run(make_run: MakeRun) -> ExtractRun:
+    return make_run(store={"encoding": "int8", "calibration_tokens": 256})
+
+
+@torch.inference_mode()
+def test_scales_are_those_of_the_states_of_the_sample(make_run: MakeRun) -> None:
+    run = int8_run(make_run)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 200, 100).astype(np.int32) for _ in range(5)]
+    asked = 0
+
+    def reading() -> Iterator[Any]:
+        nonlocal asked
+        for sequence in sequences:
+            asked += 1
+            yield sequence
+
+    scales = calibrate(run, reading(), layers=["0", "lm_head_input"])
+    assert asked == 3  # 256 tokens need no more
+    target: Any = load_target(run.target)
+    taken = [*sequences[:2], sequences[2][:56]]
+    states = [target.hidden_states([each], layers=["0"])["0"].numpy() for each in taken]
+    expected = calibrate_channels(np.concatenate(states))
+    np.testing.assert_array_equal(np.float32(scales["0"]), expected)
+    assert len(scales["lm_head_input"]) == len(expected)
+
+
+def test_nothing_to_calibrate_on_is_one_clear_line(make_run: MakeRun) -> None:
+    with pytest.raises(ValueError, match="encoding = int8 is calibrated on the conversations"):
+        calibrate(int8_run(make_run), [], layers=["0"])
+
+
+def test_a_store_is_calibrated_once(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = int8_run(make_run)
+    layers = prepare_store(run).layers
+    assert all(len(layer.channel_scales or ()) == layer.hidden_size for layer in layers.values())
+    monkeypatch.setattr(extract, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
+    assert prepare_store(run).layers == layers
+
+
+def test_of_two_calibrations_the_first_recorded_holds(make_run: MakeRun) -> None:
+    run = int8_run(make_run)
+    shape = store_shape(run, load_config(run.target))
+    identity = prepare_store(make_run(place="elsewhere")).identity
+    store = create_store(run.store_dir, identity)
+    first = dict.fromkeys(shape.layers, (1.0,) * shape.hidden_size)
+
+    def slow_calibration() -> Any:
+        record_layers(store, shape, lambda: first)
+        return dict.fromkeys(shape.layers, (2.0,) * shape.hidden_size)
+
+    record_layers(store, shape, slow_calibration)
+    assert {layer.channel_scales for layer in store.layers.values()} == set(first.values())
+
+
+def test_a_calibrated_store_refuses_another_encoding(make_run: MakeRun) -> None:
+    prepare_store(int8_run(make_run))
+    with pytest.raises(StoreError, match="layer 0 is stored as int8"):
+        prepare_store(make_run(store={"encoding": "int4"}))
