@@ -99,7 +99,9 @@ def train(run_file: Path, overrides: tuple[str, ...], drafter_name: str | None) 
 
     config = load_run_file(run_file, overrides=overrides)
     if drafter_name is not None:
-        sys.exit(run_training(config, drafter_name=drafter_name))
+        sys.exit(
+            run_training(config, drafter_name=drafter_name, run_file=run_file, overrides=overrides)
+        )
     sys.exit(launch_training(config, run_file=run_file, overrides=overrides))
 
 

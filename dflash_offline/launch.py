@@ -26,6 +26,8 @@ class Job:
     arguments: Sequence[str]
     """Arguments of `dflash-offline`."""
     log_path: Path
+    num_places: int = 1
+    """Places it needs at once; a drafter on several GPUs starts its own ranks there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,15 @@ class Slot:
     """A place to run one job: a GPU, or a share of the CPU."""
 
     environment: Mapping[str, str]
+
+
+def joined(slots: Sequence[Slot]) -> Mapping[str, str]:
+    """The environment of several places together: all their GPUs."""
+    environment: dict[str, str] = {}
+    for slot in slots:
+        for name, value in slot.environment.items():
+            environment[name] = f"{environment[name]},{value}" if name in environment else value
+    return environment
 
 
 def slots(
@@ -60,7 +71,7 @@ def slots(
     absent = [gpu for gpu in gpus if not 0 <= gpu < available_gpus]
     if absent:
         raise ValueError(f"gpus = {list(gpus)}: this machine has GPUs 0-{available_gpus - 1} only")
-    return [Slot(environment={"CUDA_VISIBLE_DEVICES": _visible_device(gpu)}) for gpu in gpus]
+    return [Slot(environment={"CUDA_VISIBLE_DEVICES": visible_device(gpu)}) for gpu in gpus]
 
 
 def default_gpus(available_gpus: int, *, first: bool) -> list[int]:
@@ -82,28 +93,44 @@ def run_jobs(
     *,
     places: Sequence[Slot],
     show_line: Callable[[str, str], None],
+    together: bool = False,
 ) -> dict[str, int]:
     """Runs every job, one a place at a time, and returns their exit codes.
 
-    A job that fails does not touch the others. SIGINT, SIGTERM and SIGUSR1 are passed on to the
-    running jobs, and queued ones are not started any more (their exit code is 75); a second SIGINT
-    kills them.
+    A job that fails does not touch the others, unless they work together. SIGINT, SIGTERM and
+    SIGUSR1 are passed on to the running jobs, and queued ones are not started any more (their exit
+    code is 75); a second SIGINT kills them.
 
     Args:
         jobs: What to run, in order; more jobs than places queue.
         places: Where jobs run.
         show_line: Called with a job's name and each line of its output.
+        together: Whether the jobs need each other, as the ranks of one drafter do: when one
+            fails the others, who would wait for it, are killed and share its exit code.
+
+    Raises:
+        ValueError: A job needs more places than there are.
     """
+    for job in jobs:
+        if job.num_places > len(places):
+            raise ValueError(
+                f"{job.name} needs {job.num_places} places at once, of which there are "
+                f"{len(places)}: raise launch.gpus (launch.max_processes without a GPU), or lower "
+                "train.gpus_per_drafter"
+            )
     free = list(places)
     waiting = list(jobs)
-    running: dict[str, tuple[subprocess.Popen[str], Slot]] = {}
+    failure = 0
+    running: dict[str, tuple[subprocess.Popen[str], list[Slot]]] = {}
     exit_codes: dict[str, int] = {}
     lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
     with _signals_passed_on(lambda: [process for process, _ in running.values()]) as stopping:
         while waiting or running:
-            while waiting and free and not stopping.is_set():
-                job, slot = waiting.pop(0), free.pop(0)
-                running[job.name] = (_start(job, slot, lines), slot)
+            # In order: a job of many places is not passed for ever by those of one.
+            while waiting and len(free) >= waiting[0].num_places and not stopping.is_set():
+                job = waiting.pop(0)
+                taken, free = free[: job.num_places], free[job.num_places :]
+                running[job.name] = (_start(job, joined(taken), lines), taken)
                 if stopping.is_set():
                     running[job.name][0].terminate()
             if stopping.is_set():
@@ -115,9 +142,14 @@ def run_jobs(
             if line is not None:
                 show_line(name, line)
                 continue
-            process, slot = running.pop(name)
-            exit_codes[name] = _exit_code(process.wait(), stopping=stopping.is_set())
-            free.append(slot)
+            process, taken = running.pop(name)
+            exit_code = _exit_code(process.wait(), stopping=stopping.is_set())
+            exit_codes[name] = failure or exit_code
+            free += taken
+            if together and not failure and exit_code not in (0, EXIT_STOPPED_EARLY):
+                failure = exit_code
+                for other, _ in running.values():
+                    other.kill()
     return exit_codes
 
 
@@ -146,7 +178,7 @@ def _exit_code(exit_code: int, *, stopping: bool) -> int:
 
 
 def _start(
-    job: Job, slot: Slot, lines: "queue.Queue[tuple[str, str | None]]"
+    job: Job, environment: Mapping[str, str], lines: "queue.Queue[tuple[str, str | None]]"
 ) -> subprocess.Popen[str]:
     job.log_path.parent.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
@@ -157,7 +189,7 @@ def _start(
         errors="replace",
         env={
             **os.environ,
-            **slot.environment,
+            **environment,
             **child_environment(job.log_path),
             "PYTHONUNBUFFERED": "1",
         },
@@ -208,7 +240,7 @@ def _signals_passed_on(
             signal.signal(number, handler)
 
 
-def _visible_device(gpu: int) -> str:
+def visible_device(gpu: int) -> str:
     """The name CUDA knows a GPU by, inside a scheduler's own selection."""
     selected = os.environ.get("CUDA_VISIBLE_DEVICES")
     return selected.split(",")[gpu] if selected else str(gpu)

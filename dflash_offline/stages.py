@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -116,6 +117,7 @@ def launch_training(config: RunConfig, *, run_file: Path, overrides: Sequence[st
             name=drafter.name,
             arguments=[*_command("train", run_file, overrides), "--drafter", drafter.name],
             log_path=run_dir / "drafters" / drafter.name / "train.log",
+            num_places=drafter_run(config, drafter.name).train.gpus_per_drafter,
         )
         for drafter in config.drafter
     ]
@@ -128,12 +130,30 @@ def launch_training(config: RunConfig, *, run_file: Path, overrides: Sequence[st
     return _report(exit_codes, again=f"dflash-offline train {run_file}")
 
 
-def run_training(config: RunConfig, *, drafter_name: str) -> int:
-    """One drafter's training, in this process."""
+def run_training(
+    config: RunConfig, *, drafter_name: str, run_file: Path, overrides: Sequence[str]
+) -> int:
+    """One drafter's training: in this process, or on several GPUs as its ranks' parent.
+
+    A process that torchrun or srun started is a rank already.
+    """
+    run = drafter_run(config, drafter_name)
+    num_ranks = run.train.gpus_per_drafter
+    if num_ranks > 1:
+        from dflash_offline.rank_launch import run_ranks
+        from stage2_train.ranks import ALONE, find_ranks
+
+        if find_ranks(os.environ) == ALONE:
+            _start_run(config)
+            return run_ranks(
+                [*_command("train", run_file, overrides), "--drafter", drafter_name],
+                num_ranks=num_ranks,
+                log_dir=run.drafter_dir / "ranks",
+            )
+    else:
+        _start_run(config)
     from stage2_train.train import train_drafter
 
-    run = drafter_run(config, drafter_name)
-    _start_run(config)
     return train_drafter(run)
 
 

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,42 @@ def test_an_absent_gpu_is_refused() -> None:
         slots((), available_gpus=2, cpu_processes=1, first=True)
     with pytest.raises(ValueError, match="this machine shows no GPU"):
         slots((0,), available_gpus=0, cpu_processes=1, first=True)
+
+
+def test_a_job_of_two_places_gets_both_their_gpus(python_jobs: Callable[[str, str], Job]) -> None:
+    lines: list[tuple[str, str]] = []
+    show_gpus = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    jobs = [
+        python_jobs("one", show_gpus),
+        replace(python_jobs("two", show_gpus), num_places=2),
+        python_jobs("last", show_gpus),
+    ]
+    exit_codes = run_jobs(
+        jobs,
+        places=[Slot(environment={"CUDA_VISIBLE_DEVICES": gpu}) for gpu in "56"],
+        show_line=lambda name, line: lines.append((name, line)),
+    )
+    assert exit_codes == {"one": 0, "two": 0, "last": 0}
+    gpus = dict(lines)
+    # It waits for both places, and those behind it wait for it.
+    assert [name for name, _ in lines] == ["one", "two", "last"]
+    assert sorted(gpus["two"].split(",")) == ["5", "6"]
+
+
+def test_a_job_that_needs_more_places_than_there_are_is_refused(
+    python_jobs: Callable[[str, str], Job],
+) -> None:
+    job = replace(python_jobs("wide", "print('never')"), num_places=4)
+    with pytest.raises(ValueError, match="wide needs 4 places at once, of which there are 1"):
+        run_jobs([job], places=[Slot(environment={})], show_line=lambda name, line: None)
+
+
+def test_jobs_that_work_together_end_together(python_jobs: Callable[[str, str], Job]) -> None:
+    waits = "import signal; signal.pause()"
+    exit_codes = run_jobs(
+        [python_jobs("waits", waits), python_jobs("fails", "raise SystemExit(3)")],
+        places=[Slot(environment={})] * 2,
+        show_line=lambda name, line: None,
+        together=True,
+    )
+    assert exit_codes == {"waits": 3, "fails": 3}

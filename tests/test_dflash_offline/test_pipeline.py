@@ -1,7 +1,10 @@
 """The whole path through the real command line, and what a stranger's mistakes end with."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +95,38 @@ def test_extract_train_eval_export(command: Command, folder: Path) -> None:
     assert info.exit_code == 0, info.stderr
     assert "supervised" in info.stdout
     assert command("store", "verify", "--full", "runs/run/store").exit_code == 0
+
+
+TWO_RANKS = ("--set", "train.gpus_per_drafter=2")
+
+
+def test_two_processes_train_one_drafter(command: Command, folder: Path) -> None:
+    assert command("extract", "run.toml", *ONE_WORKER).exit_code == 0
+    trained = command("train", "run.toml", *TWO_RANKS)
+    assert trained.exit_code == 0, trained.stdout + trained.stderr
+    for drafter in ("one", "two"):
+        drafter_dir = folder / "runs" / "run" / "drafters" / drafter
+        records = map(json.loads, (drafter_dir / "metrics.jsonl").read_text().splitlines())
+        assert [r["num_ranks"] for r in records if r["kind"] == "train"] == [2, 2]
+        assert (drafter_dir / "ranks" / "rank-00001.log").is_file()
+
+
+@pytest.mark.slow
+def test_torchrun_trains_a_drafter(command: Command, folder: Path) -> None:
+    assert command("extract", "run.toml", *ONE_WORKER).exit_code == 0
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    arguments = ("dflash_offline.cli", "train", "run.toml", "--drafter", "one", *TWO_RANKS)
+    ended = subprocess.run(
+        [sys.executable, "-m", *torchrun, "-m", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "2 x cpu" in ended.stdout
+    assert "done after step 3" in ended.stdout
 
 
 def damage(path: Path) -> None:
