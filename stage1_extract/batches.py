@@ -1,8 +1,12 @@
 """Batches: which sequences of one unit share a forward pass."""
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from stage1_extract.config import Batching
+
+MAX_SEQUENCES = 512
+"""Sequences of one packed row at most: the boundaries' shape is fixed, too."""
 
 
 def length_bucketed_batches(
@@ -36,25 +40,55 @@ def length_bucketed_batches(
     return [*batches, batch] if batch else batches
 
 
-def packed_batches(lengths: Sequence[int], *, batch_tokens: int) -> list[list[int]]:
-    """Parts sequences, in their order, into packs of at most the token budget.
+def packed_batches(
+    lengths: Sequence[int], *, batch_tokens: int, max_sequences: int = MAX_SEQUENCES
+) -> list[list[int]]:
+    """Parts sequences into packs of at most the token budget, as full as can be.
+
+    Best fit, longest first: each sequence joins the fullest pack that still has room for it. The
+    result depends on lengths and settings only.
 
     Args:
         lengths: Tokens of each sequence.
         batch_tokens: Token budget; a longer sequence gets a batch of its own.
+        max_sequences: Sequences of a pack at most.
 
     Returns:
-        Indices into `lengths`, each exactly once and in order.
+        Indices into `lengths`, each exactly once; fuller packs tend to come first.
     """
     batches: list[list[int]] = []
-    num_tokens = batch_tokens
-    for index, length in enumerate(lengths):
-        if num_tokens + length > batch_tokens:
+    # Room of each open pack and its number, sorted: the fullest that fits is found by bisection.
+    open_packs: list[tuple[int, int]] = []
+    for index in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        place = bisect_left(open_packs, (lengths[index], 0))
+        if place < len(open_packs):
+            room, pack = open_packs.pop(place)
+        else:
+            room, pack = batch_tokens, len(batches)
             batches.append([])
-            num_tokens = 0
-        batches[-1].append(index)
-        num_tokens += length
+        batches[pack].append(index)
+        if room > lengths[index] and len(batches[pack]) < max_sequences:
+            insort(open_packs, (room - lengths[index], pack))
     return batches
+
+
+def row_sizes(batch_tokens: int, *, smallest: int = 1024, count: int = 4) -> list[int]:
+    """Row lengths for forward passes of fixed shapes: the budget, half of it and so on.
+
+    A unit's last pack is rarely full; the shorter rows keep what is computed for nothing small.
+
+    Args:
+        batch_tokens: The longest row.
+        smallest: Rows below this many tokens would not keep a GPU busy.
+        count: Rows at most; each is compiled once.
+
+    Returns:
+        Increasing lengths; the last is the budget.
+    """
+    sizes = [batch_tokens]
+    while len(sizes) < count and sizes[-1] % 2 == 0 and sizes[-1] // 2 >= smallest:
+        sizes.append(sizes[-1] // 2)
+    return sizes[::-1]
 
 
 def batches_for(

@@ -1,14 +1,17 @@
 """Packed attention: sequences end to end in one row, each attending to itself only.
 
 Registered with transformers as the attention function "packed_sequences". The model hands on the
-boundaries that its forward pass was called with (`cu_seq_lens_q`, `max_length_q`: transformers' own
-names). On a GPU one variable-length kernel does all sequences; elsewhere, and for what the kernel
-cannot do (soft caps, sinks, other widths), each sequence is computed by itself.
+boundaries that its forward pass was called with, on the device (`cu_seq_lens_q`: transformers' own
+name) and on the host, so that nobody waits for the device to know them. On a GPU one
+variable-length kernel does all sequences; elsewhere, and for what the kernel cannot do (soft caps,
+sinks, other widths), each sequence is computed by itself. To the compiler it is one opaque
+operator of fixed shapes, whatever the boundaries.
 """
 
 import inspect
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,22 +29,45 @@ class PackingUnsupportedError(ValueError):
 
 
 def packed_input(
-    token_ids: Sequence[Int32[ndarray, "_"]], *, device: str | torch.device
+    token_ids: Sequence[Int32[ndarray, "_"]],
+    *,
+    device: str | torch.device,
+    row_tokens: int | None = None,
+    num_boundaries: int | None = None,
 ) -> dict[str, Any]:
-    """Arguments of a forward pass over sequences laid end to end; positions restart at each."""
+    """Arguments of a forward pass over sequences laid end to end; positions restart at each.
+
+    Args:
+        token_ids: The sequences.
+        device: Where the model is.
+        row_tokens: Length of the row; a sequence of zeros fills it up. None fits the row to the
+            sequences.
+        num_boundaries: Entries of the boundaries, the last one repeated; None as many as needed.
+    """
     lengths = [len(each) for each in token_ids]
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    row = torch.zeros(row_tokens or sum(lengths), dtype=torch.long)
+    torch.cat([torch.as_tensor(each) for each in token_ids], out=row[: sum(lengths)])
+    if len(row) > sum(lengths):
+        lengths.append(len(row) - sum(lengths))
+    starts = [0, *itertools.accumulate(lengths)]
+    starts += [len(row)] * ((num_boundaries or 0) - len(starts))
+    boundaries = torch.tensor(starts, dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    row = torch.cat([torch.as_tensor(each, dtype=torch.long) for each in token_ids])
-    boundaries = ends.to(device)
+    on_device = to_device(boundaries, device)
     return {
-        "input_ids": row.to(device)[None],
-        "position_ids": positions.to(device)[None],
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+        "input_ids": to_device(row, device)[None],
+        "position_ids": to_device(positions, device)[None],
+        "cu_seq_lens_q": on_device,
+        "cu_seq_lens_k": on_device,
+        "host_boundaries": boundaries,
     }
+
+
+def to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
+    """The tensor on the device, copied without waiting for what the device still has to do."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def attend_packed(
@@ -56,7 +82,7 @@ def attend_packed(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Int32[Tensor, "ends"] | None = None,
-    max_length_q: int | None = None,
+    host_boundaries: Int32[Tensor, "ends"] | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads value_width"], None]:
     """Causal attention of each packed sequence within itself, as transformers calls it.
@@ -71,33 +97,74 @@ def attend_packed(
         sliding_window: Tokens that a query sees, itself included; None sees all before it.
         softcap: Bound of the scores by tanh.
         s_aux: A learnt score of each head that takes part in the softmax and has no value (sink).
-        cu_seq_lens_q: First token of each sequence, and the end of the last.
-        max_length_q: Longest sequence.
+        cu_seq_lens_q: First token of each sequence, and the end of the last, on the device.
+        host_boundaries: The same on the host.
 
     Raises:
         PackingUnsupportedError: Boundaries do not reach this layer, it has a mask of its own, or
             is not causal.
     """
-    if cu_seq_lens_q is None or max_length_q is None:
+    if cu_seq_lens_q is None or host_boundaries is None:
         raise PackingUnsupportedError("the model does not hand sequence boundaries to its layers")
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise PackingUnsupportedError("a layer has a mask of its own")
-    if sliding_window is not None and sliding_window >= max_length_q:
+    attended = torch.ops.dflash_offline.packed_attention(
+        query,
+        key,
+        value,
+        cu_seq_lens_q,
+        host_boundaries,
+        scaling,
+        sliding_window,
+        softcap,
+        s_aux,
+    )
+    return attended, None
+
+
+def _packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    host_boundaries: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Float[Tensor, "1 tokens heads value_width"]:
+    # Repeated ends stand for no sequence.
+    starts = [0, *dict.fromkeys(host_boundaries[1:].tolist())]
+    longest = max(end - start for start, end in itertools.pairwise(starts))
+    if sliding_window is not None and sliding_window >= longest:
         sliding_window = None
     needs_scores = softcap is not None or s_aux is not None
     if not needs_scores and _kernel_can(query, value):
-        return _attend_by_kernel(
-            query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window
-        ), None
-    ends = cu_seq_lens_q.tolist()
+        ends = boundaries[: len(starts)]
+        return _attend_by_kernel(query, key, value, ends, longest, scaling, sliding_window)
     outputs = []
-    for start, end in itertools.pairwise(ends):
+    for start, end in itertools.pairwise(starts):
         q, k, v = (each[:, :, start:end] for each in (query, key, value))
         if needs_scores:
             outputs.append(_attend_by_scores(q, k, v, scaling, sliding_window, softcap, s_aux))
         else:
             outputs.append(_attend_by_sdpa(q, k, v, scaling, sliding_window))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _packed_attention_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    rows, heads, tokens, _width = query.shape
+    return query.new_empty(rows, tokens, heads, value.shape[-1])
+
+
+_operator = torch.library.custom_op(
+    "dflash_offline::packed_attention",
+    _packed_attention,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor boundaries, Tensor host_boundaries,"
+    " float? scaling, int? sliding_window, float? softcap, Tensor? s_aux) -> Tensor",
+)
+_operator.register_fake(_packed_attention_shape)
 
 
 def _kernel_can(query: Tensor, value: Tensor) -> bool:
@@ -111,6 +178,15 @@ def _kernel_can(query: Tensor, value: Tensor) -> bool:
     )
 
 
+@cache
+def _kernel_options() -> dict[str, Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Older torch takes fewer key heads without being told.
+    knows_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": True} if knows_gqa else {}
+
+
 def _attend_by_kernel(
     query: Tensor,
     key: Tensor,
@@ -122,9 +198,6 @@ def _attend_by_kernel(
 ) -> Float[Tensor, "1 tokens heads width"]:
     from torch.nn.attention.varlen import varlen_attn
 
-    # Older torch takes fewer key heads without being told.
-    knows_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if knows_gqa else {}
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -135,10 +208,10 @@ def _attend_by_kernel(
         longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **options,
+        **_kernel_options(),
     )
     assert isinstance(output, Tensor)
-    return output[None]
+    return output[None].contiguous()
 
 
 def _attend_by_sdpa(

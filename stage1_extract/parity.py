@@ -8,6 +8,7 @@ from jaxtyping import Float, Int32
 from numpy import ndarray
 from torch import Tensor
 
+from stage1_extract.batches import packed_batches
 from stage1_extract.config import Batching
 from stage1_extract.target_transformers import TransformersTarget
 
@@ -26,34 +27,59 @@ def choose_batching(
     *,
     layers: Sequence[str],
     wanted: Batching | None = None,
+    compiled_rows: Sequence[int] = (),
+    must_compile: bool = False,
 ) -> Batching:
     """Sets the first way of sharing a forward pass that proves exact for this target.
 
     Args:
-        target: The loaded target; its `batching` is set.
+        target: The loaded target; its `batching` and `compiled` are set.
         sequences: Token ids of a few real sequences, best of unequal length.
         layers: Layer names to compare.
         wanted: Tries this one only.
+        compiled_rows: Lengths of rows for compiled layers, which are tried first if there are any.
+        must_compile: Whether to stop where compiled layers do not suit the target.
 
     Raises:
         ParityError: None is exact; nothing may be stored then.
     """
+    if compiled_rows and wanted in (None, "packed"):
+        target.batching = "packed"
+        target.compile_layers(row_sizes=compiled_rows)
+        try:
+            check_parity(target, sequences, layers=layers)
+            target.warm_up(layers)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # The compiler and each model fail in their own ways.
+            target.compiled = None
+            if must_compile:
+                raise
+            _say(f"compiled layers do not suit this target, it runs eagerly ({_first_line(error)})")
+        else:
+            return target.batching
     ways: Sequence[Batching] = [wanted] if wanted else ["packed", "padded", "single"]
     for way in ways:
         target.batching = way
         try:
             check_parity(target, sequences, layers=layers)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:  # A model that knows no packing fails in its own way.
             if way == ways[-1]:
                 raise
-            print(
-                f"{way} batches do not suit this target ({' '.join(str(error).split())})",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"{way} batches do not suit this target ({_first_line(error)})")
         else:
             break
     return target.batching
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def check_parity(
@@ -73,8 +99,7 @@ def check_parity(
         ParityError: A layer differs by more than rounding.
     """
     worst = 0.0
-    batches = [[each] for each in sequences] if target.batching == "single" else [sequences]
-    for batch in batches:
+    for batch in _proof_batches(target, sequences):
         together = target.hidden_states(batch, layers=layers)
         alone = [target.plain_hidden_states(each, layers=layers) for each in batch]
         for name in layers:
@@ -86,6 +111,19 @@ def check_parity(
                 _check_tolerance(target.batching, name, difference, states.dtype)
                 worst = max(worst, difference)
     return worst
+
+
+def _proof_batches(
+    target: TransformersTarget, sequences: Sequence[Int32[ndarray, "_"]]
+) -> list[list[Int32[ndarray, "_"]]]:
+    """All sequences together where that can be, for what is to be proved shows only there."""
+    if target.batching == "single":
+        return [[each] for each in sequences]
+    if target.longest_row is None:
+        return [list(sequences)]
+    lengths = [len(each) for each in sequences]
+    packs = packed_batches(lengths, batch_tokens=target.longest_row)
+    return [[sequences[index] for index in pack] for pack in packs]
 
 
 def relative_differences(

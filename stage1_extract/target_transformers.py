@@ -1,13 +1,14 @@
 """The transformers backend: loads the target and reads hidden states with hooks."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64
 from numpy import ndarray
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -22,8 +23,10 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from stage1_extract.batches import MAX_SEQUENCES
+from stage1_extract.compiled import CompiledLayers
 from stage1_extract.config import Batching, TargetConfig
-from stage1_extract.packed_attention import PACKED_ATTENTION, packed_input
+from stage1_extract.packed_attention import PACKED_ATTENTION, packed_input, to_device
 from stage1_extract.target import resolve_target
 from storage.schema import LM_HEAD_INPUT
 
@@ -60,6 +63,9 @@ class TransformersTarget:
         self.decoder = find_decoder(model)
         self.batching: Batching = "padded"
         """How sequences share a forward pass; exact for every causal model unless proved better."""
+        self.compiled: CompiledLayers | None = None
+        """Compiled decoder layers, where packed forward passes use them."""
+        self._row_sizes: list[int] = []
 
     @classmethod
     def load(cls, config: TargetConfig, *, device: str = "cpu") -> "TransformersTarget":
@@ -97,17 +103,65 @@ class TransformersTarget:
     def hidden_states(
         self, token_ids: Sequence[Int32[ndarray, "_"]], *, layers: Sequence[str]
     ) -> dict[str, Float[Tensor, "tokens hidden"]]:
-        """States by layer name, the sequences' tokens end to end; see `Target.hidden_states`."""
+        """States by layer name, the sequences' tokens end to end; see `Target.hidden_states`.
+
+        On a GPU it returns when the work is handed over, not when it is done.
+        """
         if self.batching == "packed":
-            with self._attention(PACKED_ATTENTION), capture(self.decoder, layers) as captured:
-                self.decoder.module(**packed_input(token_ids, device=self.device), use_cache=False)
-            return {name: captured[name][0] for name in layers}
-        batch, is_real = padded_input(token_ids)
+            return self._packed_states(token_ids, layers)
+        rows, real_tokens = padded_input(token_ids)
         with capture(self.decoder, layers) as captured:
             # No mask: in a causal model nothing before the padding on the right can see it.
-            self.decoder.module(input_ids=batch.to(self.device), use_cache=False)
-        is_real = is_real.to(self.device)
-        return {name: captured[name][is_real] for name in layers}
+            self.decoder.module(input_ids=to_device(rows, self.device), use_cache=False)
+        real = to_device(real_tokens, self.device)
+        return {name: captured[name].flatten(0, 1)[real] for name in layers}
+
+    def _packed_states(
+        self, token_ids: Sequence[Int32[ndarray, "_"]], layers: Sequence[str]
+    ) -> dict[str, Float[Tensor, "tokens hidden"]]:
+        num_tokens = sum(len(each) for each in token_ids)
+        shape: dict[str, int] = {}
+        if self.compiled is not None:
+            shape = {"row_tokens": self._row_size(num_tokens), "num_boundaries": MAX_SEQUENCES + 2}
+        inputs = packed_input(token_ids, device=self.device, **shape)
+        with (
+            self._attention(PACKED_ATTENTION),
+            self.compiled.used_by(self.decoder.layers) if self.compiled else nullcontext(),
+            capture(self.decoder, layers) as captured,
+        ):
+            self.decoder.module(**inputs, use_cache=False)
+        return {name: captured[name][0, :num_tokens] for name in layers}
+
+    def compile_layers(self, *, row_sizes: Sequence[int], backend: str = "inductor") -> None:
+        """Makes packed forward passes run compiled layers, on rows of a few fixed lengths.
+
+        Args:
+            row_sizes: Lengths of rows; a batch takes the shortest that holds it.
+            backend: Of `torch.compile`.
+        """
+        self.compiled = CompiledLayers(backend=backend)
+        self._row_sizes = sorted(row_sizes)
+
+    def warm_up(self, layers: Sequence[str]) -> None:
+        """Compiles everything that will be needed; from then on a recompilation is an error."""
+        if self.compiled is not None:
+            for size in self._row_sizes:
+                self.hidden_states([np.zeros(size, dtype=np.int32)], layers=layers)
+            self.compiled.forbid_recompiling()
+
+    @property
+    def longest_row(self) -> int | None:
+        """Tokens of the longest compiled row; None where rows are as long as their batch."""
+        return self._row_sizes[-1] if self.compiled is not None else None
+
+    def _row_size(self, num_tokens: int) -> int:
+        fitting = [size for size in self._row_sizes if size >= num_tokens]
+        if not fitting:
+            raise ValueError(
+                f"a batch of {num_tokens} tokens is longer than the compiled rows of"
+                f" {self._row_sizes[-1]}; set extract.batch_tokens to at least the former"
+            )
+        return fitting[0]
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
@@ -166,13 +220,16 @@ def attention_for(config: TargetConfig, text_config: PretrainedConfig) -> str | 
 
 def padded_input(
     token_ids: Sequence[Int32[ndarray, "_"]],
-) -> tuple[Int64[Tensor, "rows columns"], Bool[Tensor, "rows columns"]]:
-    """Sequences as rows filled up with zeros on the right, and where the real tokens are."""
+) -> tuple[Int64[Tensor, "rows columns"], Int64[Tensor, "tokens"]]:
+    """Sequences as rows filled up with zeros on the right, and where the real tokens are.
+
+    Their places are indices into the rows laid end to end.
+    """
     lengths = torch.tensor([len(each) for each in token_ids])
     is_real = torch.arange(int(lengths.max())) < lengths[:, None]
-    batch = torch.zeros(is_real.shape, dtype=torch.long)
-    batch[is_real] = torch.cat([torch.as_tensor(each, dtype=torch.long) for each in token_ids])
-    return batch, is_real
+    rows = torch.zeros(is_real.shape, dtype=torch.long)
+    rows[is_real] = torch.cat([torch.as_tensor(each, dtype=torch.long) for each in token_ids])
+    return rows, is_real.flatten().nonzero()[:, 0]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,18 @@
 """Batches: every sequence once, within the budget, hardly any padding."""
 
+import itertools
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage1_extract.batches import batches_for, length_bucketed_batches, packed_batches
+from stage1_extract.batches import (
+    batches_for,
+    length_bucketed_batches,
+    packed_batches,
+    row_sizes,
+)
 from stage1_extract.config import Batching
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -35,22 +43,44 @@ def test_examples(lengths: list[int], batch_tokens: int, expected: list[list[int
     assert length_bucketed_batches(lengths, batch_tokens=batch_tokens) == expected
 
 
-@given(lengths=LENGTHS, batch_tokens=st.integers(2, 1000))
-def test_packs_keep_the_order_and_the_budget(lengths: list[int], batch_tokens: int) -> None:
-    batches = packed_batches(lengths, batch_tokens=batch_tokens)
-    assert [index for batch in batches for index in batch] == list(range(len(lengths)))
+@given(lengths=LENGTHS, batch_tokens=st.integers(2, 1000), max_sequences=st.integers(1, 10))
+def test_packs_keep_the_budget_and_are_full(
+    lengths: list[int], batch_tokens: int, max_sequences: int
+) -> None:
+    batches = packed_batches(lengths, batch_tokens=batch_tokens, max_sequences=max_sequences)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     sizes = [sum(lengths[index] for index in batch) for batch in batches]
     for batch, size in zip(batches, sizes, strict=True):
-        assert batch
         assert len(batch) == 1 or size <= batch_tokens
-    for size, following in zip(sizes, batches[1:], strict=False):
-        assert size + lengths[following[0]] > batch_tokens
+        assert 1 <= len(batch) <= max_sequences
+    open_sizes = [
+        size
+        for batch, size in zip(batches, sizes, strict=True)
+        if len(batch) < max_sequences and size < batch_tokens
+    ]
+    # No two packs with room left could have been one.
+    for first, second in itertools.combinations(open_sizes, 2):
+        assert first + second > batch_tokens or max_sequences < len(lengths)
+
+
+def test_packs_of_a_usual_mixture_are_full() -> None:
+    lengths = np.random.default_rng(0).lognormal(np.log(700), 1.0, 400).clip(16, 4096).astype(int)
+    batches = packed_batches(lengths.tolist(), batch_tokens=8192)
+    assert sum(lengths) / (8192 * (len(batches) - 1)) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("batch_tokens", "sizes"),
+    [(8192, [1024, 2048, 4096, 8192]), (3000, [1500, 3000]), (1000, [1000]), (2049, [2049])],
+)
+def test_rows_of_fixed_lengths(batch_tokens: int, sizes: list[int]) -> None:
+    assert row_sizes(batch_tokens) == sizes
 
 
 @pytest.mark.parametrize(
     ("batching", "expected"),
     [
-        ("packed", [[0], [1, 2]]),
+        ("packed", [[0], [2, 1]]),
         ("padded", [[1], [2], [0]]),
         ("single", [[0], [1], [2]]),
     ],

@@ -20,7 +20,7 @@ LAYER = nn.Module()
 
 def boundaries(lengths: list[int] = LENGTHS) -> dict[str, Any]:
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return {"cu_seq_lens_q": ends, "max_length_q": max(lengths)}
+    return {"cu_seq_lens_q": ends, "host_boundaries": ends}
 
 
 def projections(*, value_width: int = 8) -> list[torch.Tensor]:
@@ -93,7 +93,23 @@ def test_positions_restart_and_boundaries_are_cumulative() -> None:
     assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert arguments["cu_seq_lens_q"].tolist() == [0, 3, 5]
     assert arguments["cu_seq_lens_q"].dtype == torch.int32
-    assert arguments["max_length_q"] == 3
+    assert torch.equal(arguments["host_boundaries"], arguments["cu_seq_lens_q"])
+
+
+def test_a_row_of_fixed_length_is_filled_with_a_sequence_of_its_own() -> None:
+    sequences = [np.array([7, 8, 9], dtype=np.int32), np.array([5, 6], dtype=np.int32)]
+    arguments = packed_input(sequences, device="cpu", row_tokens=8, num_boundaries=6)
+    assert arguments["input_ids"].tolist() == [[7, 8, 9, 5, 6, 0, 0, 0]]
+    assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert arguments["cu_seq_lens_q"].tolist() == [0, 3, 5, 8, 8, 8]
+
+
+def test_repeated_boundaries_change_nothing() -> None:
+    states = projections()
+    expected, _ = attend_packed(LAYER, *states, None, **boundaries())
+    repeated = boundaries([*LENGTHS, 0, 0, 0])
+    output, _ = attend_packed(LAYER, *states, None, **repeated)
+    assert torch.equal(output, expected)
 
 
 def test_the_window_counts_the_token_itself() -> None:
