@@ -61,6 +61,25 @@ def main() -> None:
 
 @main.command()
 @_run_file_command
+@click.option("--measure", is_flag=True, help="Load the target and time it for 20 seconds.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def plan(run_file: Path, overrides: tuple[str, ...], measure: bool, as_json: bool) -> None:
+    """Say what a run will take: bytes, files, hours, memory; before anything runs."""
+    import json
+
+    from dflash_offline.config import load_run_file
+    from dflash_offline.plan import plan_run
+    from dflash_offline.plan_report import plan_as_json, print_plan
+
+    found = plan_run(load_run_file(run_file, overrides=overrides), measure=measure)
+    if as_json:
+        click.echo(json.dumps(plan_as_json(found), indent=1))
+    else:
+        print_plan(found)
+
+
+@main.command()
+@_run_file_command
 @click.option("--worker", "worker_index", type=click.IntRange(min=0), help="Be one worker.")
 @click.option("--num-workers", type=click.IntRange(min=1), help="Workers in all, with --worker.")
 @click.option("--strict", is_flag=True, help="Stop at the first unusable line (data.strict).")
@@ -227,6 +246,21 @@ def finalize(run_file: Path, overrides: tuple[str, ...]) -> None:
     from dflash_offline.slurm import finalize
 
     sys.exit(finalize(load_run_file(run_file, overrides=overrides)))
+
+
+@main.command()
+@click.argument("place", type=str, required=False)
+@click.option("--leave", is_flag=True, help="Leave a mark at PLACE for another host.")
+@click.option("--find", "mark", help="Check the mark that another host left at PLACE.")
+@_one_line_errors
+def doctor(place: str | None, leave: bool, mark: str | None) -> None:
+    """Say what is wrong with this machine, and with PLACE for a store (a folder or URL).
+
+    Exit code 2 if anything is.
+    """
+    from dflash_offline.doctor import diagnose
+
+    sys.exit(diagnose(place, leave=leave, mark=mark))
 
 
 @main.group()

@@ -1,5 +1,6 @@
 """Try out whether a place keeps what a store needs of it, before a store trusts it."""
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,14 @@ from storage.layout import TEMPORARY
 from storage.places import files_at
 
 NUM_RACERS = 8
+_MARK = "mark"
 
 
 def probe_place(place: str | Path) -> list[str]:
     """What is wrong with a folder or object-store prefix as a place for a store; empty if nothing.
 
     Writes a few small files under a name that no reader looks at, and removes them. Visibility
-    between two hosts: run it on one with `leave_mark`, then `find_mark` on the other.
+    between two hosts: run it on one with `leave_mark`, then `check_mark` on the other.
     """
     files = files_at(place)
     folder = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
@@ -27,8 +29,10 @@ def probe_place(place: str | Path) -> list[str]:
             problems += check(files, folder)
     except (StoreError, OSError) as error:
         problems.append(str(error))
-    finally:
+    try:
         files.remove_tree(folder)
+    except (StoreError, OSError) as error:
+        problems += [] if problems else [str(error)]
     return problems
 
 
@@ -80,15 +84,53 @@ def _refuses(action: Callable[[], None]) -> bool:
 
 
 def leave_mark(place: str | Path) -> str:
-    """Writes a mark for `find_mark` on another host and returns its name."""
+    """Leaves a mark for `check_mark` on another host and returns its name."""
     name = f"{TEMPORARY}mark-{uuid.uuid4().hex}"
-    files_at(place).create(name, name.encode())
+    files_at(place).create(f"{name}/{_MARK}", name.encode())
     return name
 
 
-def find_mark(place: str | Path, name: str) -> bool:
-    """Whether a mark that another host left is visible here, whole."""
+def check_mark(
+    place: str | Path,
+    name: str,
+    *,
+    wait_s: float = 90.0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[str]:
+    """What is wrong between the host that left a mark and this one; removes the mark.
+
+    What was closed there must be visible here, and what was created there must not be created
+    here a second time, even by a client that remembers it as missing.
+
+    Args:
+        place: the same place as on the other host.
+        name: what `leave_mark` returned there.
+        wait_s: seconds after which a mark counts as invisible; NFS may take a minute.
+        sleep: for tests.
+    """
+    files = files_at(place)
+    path = f"{name}/{_MARK}"
+    problems = []
+    if files.create(path, b"another host"):
+        problems.append(
+            f"{files}: a file that another host created was created here again, or is another "
+            "place there; several hosts must not write one store here"
+        )
+    waited_s = 0.0
+    while not problems and not _is_visible(files, path, name.encode()):
+        if waited_s >= wait_s:
+            problems.append(
+                f"{files}: a file that another host wrote is not visible here after {wait_s:.0f} s"
+            )
+            break
+        sleep(1.0)
+        waited_s += 1.0
+    files.remove_tree(name)
+    return problems
+
+
+def _is_visible(files: Files, path: str, data: bytes) -> bool:
     try:
-        return files_at(place).read(name) == name.encode()
+        return files.read(path) == data
     except FileNotFoundError:
         return False

@@ -7,7 +7,7 @@ from obstore.store import MemoryStore
 
 from storage.files import LocalFiles
 from storage.object_files import ObjectFiles
-from storage.probe import find_mark, leave_mark, probe_place
+from storage.probe import check_mark, leave_mark, probe_place
 
 
 def test_a_good_folder_has_no_problem_and_stays_clean(tmp_path: Path) -> None:
@@ -48,8 +48,35 @@ def test_a_late_listing_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "not listed at once" in problem
 
 
-def test_marks_are_found_by_name(tmp_path: Path) -> None:
+def test_a_mark_is_seen_by_the_other_host_and_removed(tmp_path: Path) -> None:
     name = leave_mark(tmp_path)
-    assert find_mark(tmp_path, name)
-    assert not find_mark(tmp_path, name + "x")
+    assert os.listdir(tmp_path) == [name]
     assert LocalFiles(tmp_path).names("") == []
+    assert check_mark(tmp_path, name) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_place_under_the_same_name_is_found_out(tmp_path: Path) -> None:
+    name = leave_mark(tmp_path / "of the one host")
+    (problem,) = check_mark(tmp_path / "of the other", name)
+    assert "must not write one store" in problem
+
+
+def test_a_mark_may_come_late_but_must_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    missing = iter(range(3))
+    really_read = LocalFiles.read
+
+    def read(self: LocalFiles, path: str) -> bytes:
+        if next(missing, None) is not None:
+            raise FileNotFoundError(path)
+        return really_read(self, path)
+
+    monkeypatch.setattr(LocalFiles, "read", read)
+    assert check_mark(tmp_path, leave_mark(tmp_path), sleep=naps.append) == []
+    assert len(naps) == 3
+    missing = iter(range(1000))
+    (problem,) = check_mark(tmp_path, leave_mark(tmp_path), sleep=naps.append)
+    assert "not visible here after 90 s" in problem
