@@ -33,6 +33,13 @@ _INODES_OF_A_STORE = 40
 _FAN_OUT = 256
 """Folders over which shards and commit records are spread, each."""
 
+_BATCHES_IN_FLIGHT = 4
+"""Encoded batches between the device and the disk."""
+_LIVE_HIDDEN = 8
+"""Tensors of the hidden size that are alive inside one decoder layer."""
+_LIVE_MLP = 3
+"""Tensors of the MLP's size that are alive there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreShape:
@@ -148,3 +155,37 @@ def ways_to_fit(
 
 def _state_bytes(encoding: str, shape: StoreShape) -> int:
     return encoded_bytes_per_token(encoding, shape.hidden_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMemory:
+    """What one extraction worker holds at its peak, in bytes."""
+
+    device_bytes: int
+    """Weights and one batch; on a CPU this is memory of the host, too."""
+    host_bytes: int
+    """Encoded batches on their way to the disk, where layer arrays are written batch by batch."""
+
+
+def worker_memory(
+    shape: StoreShape,
+    *,
+    num_parameters: int,
+    element_bytes: int,
+    batch_tokens: int,
+    mlp_size: int,
+) -> WorkerMemory:
+    """Peak memory of one worker: it grows with the batch, never with the store or the shard.
+
+    Args:
+        shape: The store.
+        num_parameters: Of the target.
+        element_bytes: Bytes of a number in the target's arithmetic type.
+        batch_tokens: Tokens of the largest forward pass.
+        mlp_size: Width of the target's MLP.
+    """
+    widths = (len(shape.layers) + _LIVE_HIDDEN) * shape.hidden_size + _LIVE_MLP * mlp_size
+    return WorkerMemory(
+        device_bytes=element_bytes * (num_parameters + batch_tokens * widths),
+        host_bytes=_BATCHES_IN_FLIGHT * batch_tokens * (shape.state_bytes + TOKEN_BYTES),
+    )

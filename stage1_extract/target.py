@@ -58,8 +58,13 @@ def load_target(config: TargetConfig, *, device: str = "cpu", backend: str = "tr
     return load(config, device=device)
 
 
-def resolve_target(config: TargetConfig) -> str:
+def resolve_target(config: TargetConfig, *, weights: bool = True) -> str:
     """Path of the folder with the target's files; fetched or converted when need be.
+
+    Args:
+        config: Names the target.
+        weights: Whether the weights of a hub model are wanted, too; its configuration and tokenizer
+            alone are a few megabytes.
 
     Raises:
         ValueError: There is no such folder, hub id or embedded target.
@@ -75,7 +80,7 @@ def resolve_target(config: TargetConfig) -> str:
         return str(folder)
     if folder.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") > 1:
         raise ValueError(f"target.model: there is no folder {folder}")
-    return _hub_snapshot(config.model, config.revision)
+    return _hub_snapshot(config.model, config.revision, weights=weights)
 
 
 def target_name(config: TargetConfig) -> str:
@@ -86,12 +91,14 @@ def target_name(config: TargetConfig) -> str:
 
 
 @cache
-def _hub_snapshot(model: str, revision: str | None) -> str:
+def _hub_snapshot(model: str, revision: str | None, *, weights: bool) -> str:
     """Folder of a hub model, fetched when need be; the hub is asked once a process."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     unused = ["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
+    if not weights:
+        unused.append("*.safetensors")
     try:
         return str(snapshot_download(model, revision=revision, ignore_patterns=unused))
     except (HFValidationError, OSError, ValueError) as error:
