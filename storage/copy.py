@@ -66,6 +66,8 @@ def copy_store(
     """
     source, target = files_at(source_dir), files_at(target_dir)
     create_identity(target, read_identity(source))
+    for name in source.names(layout.PENDING_LAYERS):
+        _copy_record(source, target, f"{layout.PENDING_LAYERS}/{name}")
     add_layers(target, list(read_layers(source).values()))
     _copy_head(source, target)
     _copy_plans(source, target)

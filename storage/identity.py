@@ -1,6 +1,6 @@
 """The records that say what a store is: its identity and its layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -52,23 +52,26 @@ def _check_version(files: Files, value: Mapping[str, Any]) -> None:
         )
 
 
-def add_layers(files: Files, records: list[LayerRecord]) -> None:
+def add_layers(
+    files: Files, records: list[LayerRecord], *, path_of: Callable[[str], str] = layout.layer_record
+) -> None:
     """Records layers; a name that is there with other contents raises StoreError."""
     for record in records:
         _check_record(record)
-        if not create_record(files, layout.layer_record(record.name), record.to_json()):
-            found = read_layers(files)[record.name]
+        path = path_of(record.name)
+        if not create_record(files, path, record.to_json()):
+            found = LayerRecord.from_json(read_record(files, path))
             raise StoreError(
                 f"{files}: layer {record.name} is stored as {_describe(found)}, this run "
                 f"wants {_describe(record)}; keep the store's setting or use another folder"
             )
 
 
-def read_layers(files: Files) -> dict[str, LayerRecord]:
+def read_layers(files: Files, folder: str = layout.LAYERS) -> dict[str, LayerRecord]:
     """The layer records of a store by name, decoder layers in order."""
-    names = [name.removesuffix(".json") for name in files.names(layout.LAYERS)]
+    names = [name.removesuffix(".json") for name in files.names(folder)]
     return {
-        name: LayerRecord.from_json(read_record(files, layout.layer_record(name)))
+        name: LayerRecord.from_json(read_record(files, f"{folder}/{name}.json"))
         for name in sorted(names, key=_layer_order)
     }
 

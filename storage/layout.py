@@ -7,6 +7,7 @@ from storage.schema import UnitId
 
 IDENTITY = "store.json"
 LAYERS = "layers"
+PENDING_LAYERS = "pending_layers"
 HEAD = "head"
 HEAD_RECORDS = "head_records"
 GENERATIONS = "generations"
@@ -26,6 +27,11 @@ TEMPORARY = ".tmp-"
 def layer_record(name: str) -> str:
     """The record of one layer."""
     return f"{LAYERS}/{name}.json"
+
+
+def pending_layer_record(name: str) -> str:
+    """The record of a layer that is being added: shards may hold it, readers do not see it yet."""
+    return f"{PENDING_LAYERS}/{name}.json"
 
 
 def head_file(name: str) -> str:

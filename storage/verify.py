@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from crc32c import crc32c
@@ -28,47 +27,19 @@ from storage.places import files_at
 from storage.plan import read_generation
 from storage.records import read_record
 from storage.schema import CHUNK_TOKENS, UnitId
+from storage.verify_report import Problem, VerifyLog, VerifyReport
+
+__all__ = [
+    "Problem",
+    "VerifyReport",
+    "check_files",
+    "damaged_units",
+    "expected_files",
+    "verify_store",
+]
 
 READ_BYTES = 16 * 2**20
 """Bytes of one read while a file is checked whole."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is not as it was committed."""
-
-    shard: str | None
-    """The unit, as text; None for files of the whole store."""
-    layer: str | None
-    """Layer name, `scales` or `tokens`; None for records."""
-    chunk: int | None
-    """Zarr chunk of the layer's array; None when a whole file is concerned."""
-    sequence_ids: tuple[str, ...]
-    """Sequences hit."""
-    message: str
-
-    def __str__(self) -> str:
-        place = [f"shard {self.shard}"] if self.shard else []
-        place += [f"layer {self.layer}"] if self.layer else []
-        place += [f"chunk {self.chunk}"] if self.chunk is not None else []
-        hit = f" (sequences {', '.join(self.sequence_ids[:5])})" if self.sequence_ids else ""
-        return f"{', '.join([*place, self.message])}{hit}"
-
-
-@dataclass
-class VerifyReport:
-    """What was looked at and what is wrong."""
-
-    num_shards: int = 0
-    num_sequences: int = 0
-    num_bytes: int = 0
-    """Bytes read and checked, or sizes checked when not `full`."""
-    problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
 
 
 def verify_store(
@@ -77,8 +48,9 @@ def verify_store(
     full: bool,
     progress: Callable[[int, int], None] | None = None,
     num_threads: int = 4,
+    log_path: Path | None = None,
 ) -> VerifyReport:
-    """Checks a store; writes nothing.
+    """Checks a store; writes nothing into it.
 
     Tombstoned shards are not looked at. Attempts without a commit are no problem: they are
     invisible, and `collect_garbage` removes them.
@@ -88,14 +60,21 @@ def verify_store(
         full: also read every byte of shards and catalog files; else records, head and sizes.
         progress: called with (shards done, shards in all) after each.
         num_threads: shards checked at once.
+        log_path: local file in which each checked shard is noted. A check that was interrupted
+            goes on where the file ends; what was added since is checked, too. None keeps no log.
     """
     files = files_at(store_dir)
+    log = None if log_path is None else VerifyLog(log_path, full=full)
     units = sorted(committed_units(files) - tombstoned_units(files))
     report = VerifyReport(problems=list(_check_records(files)))
     planned = _planned(files, units, report.problems)
 
     def check(unit: UnitId) -> VerifyReport:
-        return _check_shard(files, unit, planned, full)
+        if log is None:
+            return _check_shard(files, unit, planned, full)
+        return log.once(
+            _name_of_state(files, unit), lambda: _check_shard(files, unit, planned, full)
+        )
 
     with ThreadPoolExecutor(num_threads) as pool:
         for done, shard in enumerate(pool.map(check, units), start=1):
@@ -108,11 +87,21 @@ def verify_store(
     return report
 
 
+def _name_of_state(files: Files, unit: UnitId) -> str:
+    """The unit and all attempts that make it up: it changes when layers are added."""
+    try:
+        records = [read_commit(files, unit), *read_added(files, unit)]
+    except (StoreError, FileNotFoundError):
+        return str(unit)
+    return ".".join([str(unit), *(record.attempt for record in records)])
+
+
 def _check_records(files: Files) -> Iterator[Problem]:
     """Problems of the files that concern the whole store."""
     read_identity(files)
-    for path in (*_record_paths(files, layout.LAYERS), *_record_paths(files, layout.TOMBSTONES)):
-        yield from _problems_of(lambda path=path: read_record(files, path))  # type: ignore[misc]
+    for folder in (layout.LAYERS, layout.PENDING_LAYERS, layout.TOMBSTONES):
+        for path in _record_paths(files, folder):
+            yield from _problems_of(lambda path=path: read_record(files, path))  # type: ignore[misc]
     yield from _problems_of(lambda: read_layers(files))
     for name in head_files(files):
         yield from _problems_of(lambda name=name: check_head_file(files, name))  # type: ignore[misc]
@@ -187,11 +176,17 @@ def _check_shard(
 def _check_layers(files: Files, records: Sequence[LayersRecord]) -> Iterator[Problem]:
     """Problems of layers that nobody can decode."""
     for name in sorted({name for record in records for name in record.layers}):
-        try:
-            files.size(layout.layer_record(name))
-        except FileNotFoundError:
+        places = (layout.layer_record(name), layout.pending_layer_record(name))
+        if not any(_exists(files, place) for place in places):
             message = f"{files}/{layout.layer_record(name)} is missing; restore it from a copy"
             yield Problem(None, name, None, (), message)
+
+
+def _exists(files: Files, path: str) -> bool:
+    try:
+        return files.size(path) > 0
+    except FileNotFoundError:
+        return False
 
 
 def check_files(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from storage import head, identity, layout
 from storage.commits import committed_units, layers_of, read_commit, tombstoned_units
+from storage.errors import StoreError
 from storage.files import Files
 from storage.places import files_at
 from storage.plan import create_generation, read_generation
@@ -50,6 +51,35 @@ class WritableStore:
     def add_layers(self, records: Iterable[LayerRecord]) -> None:
         """Records layers; a name that is there with another encoding raises StoreError."""
         identity.add_layers(self.files, list(records))
+
+    @property
+    def pending_layers(self) -> dict[str, LayerRecord]:
+        """Layers that are being added to committed shards; readers do not see them yet."""
+        return identity.read_layers(self.files, layout.PENDING_LAYERS)
+
+    def pend_layers(self, records: Iterable[LayerRecord]) -> None:
+        """Announces layers to be added to committed shards with `start_layers`.
+
+        Raises:
+            StoreError: a name is there already, with another encoding or other scales.
+        """
+        identity.add_layers(self.files, list(records), path_of=layout.pending_layer_record)
+
+    def publish_layers(self, names: Iterable[str]) -> None:
+        """Shows added layers to readers, once every shard holds them.
+
+        Raises:
+            StoreError: a shard lacks one.
+        """
+        names = list(names)
+        lacking = self.units_lacking(names)
+        if lacking:
+            raise StoreError(
+                f"{self.files}: {len(lacking)} shards, e.g. {lacking[0]}, lack layers "
+                f"{', '.join(names)}; add them there first"
+            )
+        pending = self.pending_layers
+        self.add_layers(pending[name] for name in names if name in pending)
 
     def put_head_file(self, name: str, data: bytes) -> None:
         """Stores a file under head/; an equal second put is fine, a different one raises."""
@@ -131,8 +161,9 @@ class WritableStore:
         return ShardWriter(self.files, unit, self.sequences_of(unit), self.layers)
 
     def start_layers(self, unit: UnitId, names: Iterable[str]) -> LayersWriter:
-        """Starts an attempt at adding recorded layers to a committed unit."""
-        layers = {name: self.layers[name] for name in names}
+        """Starts an attempt at adding pending or recorded layers to a committed unit."""
+        known = {**self.pending_layers, **self.layers}
+        layers = {name: known[name] for name in names}
         return LayersWriter(self.files, read_commit(self.files, unit), layers)
 
     def units_lacking(self, names: Iterable[str]) -> list[UnitId]:

@@ -138,3 +138,21 @@ def test_calibrated_layers_carry_their_scales(store_dir: Path, making: SimpleNam
         store.add_layers(
             [LayerRecord(name="3", encoding="int8", hidden_size=16, channel_scales=(1.0,) * 16)]
         )
+
+
+def test_pending_layers_are_seen_when_every_shard_holds_them(
+    filled_dir: Path, making: SimpleNamespace
+) -> None:
+    store = open_for_writing(filled_dir)
+    store.pend_layers([ADDED])
+    store.pend_layers([ADDED])  # again: nothing happens
+    assert "5" not in open_store(filled_dir).layers
+    with pytest.raises(StoreError, match="3 shards, e.g. 00000-00000, lack layers 5"):
+        store.publish_layers(["5"])
+    add_layer(store, making)
+    assert verify_store(filled_dir, full=True).ok
+    assert "5" not in open_store(filled_dir).layers
+    store.publish_layers(["5"])
+    store.publish_layers(["5"])
+    assert open_store(filled_dir).layers["5"] == ADDED
+    assert verify_store(filled_dir, full=True).ok
