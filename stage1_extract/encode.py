@@ -37,7 +37,11 @@ class EncodedBatch:
 
     def num_saturated(self, tokens: slice) -> int:
         """Values in a range of tokens that lay beyond what their encoding can hold."""
-        return sum(int(np.maximum(each[tokens], 0).sum()) for each in self.status.values())
+        return sum(self.saturated_by_layer(tokens).values())
+
+    def saturated_by_layer(self, tokens: slice) -> dict[str, int]:
+        """The same by layer name."""
+        return {name: int(np.maximum(each[tokens], 0).sum()) for name, each in self.status.items()}
 
     def of(self, tokens: slice) -> dict[str, EncodedStates]:
         """The encoded states of a range of tokens by layer; views, nothing is copied."""

@@ -12,9 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from stage1_extract.encode import EncodedBatch, encode_on_host
+from stage1_extract.loss_sample import measure_sample, take_sample
 from stage1_extract.problems import UnusableConversationError
 from stage1_extract.sequences import TokenSequence
 from stage1_extract.worker_metrics import Counts, WorkerMetrics
+from storage.losses import EncodingLoss
 from storage.schema import LayerRecord
 from storage.writer import ShardWriter
 
@@ -50,10 +52,29 @@ class OpenShard:
         """
         with self._metrics.timed("encode"):
             batch = encode_on_host(states, self._layers)
-        self.append(sequences, batch)
+        self.append(sequences, batch, sample=take_sample(states) if self.is_empty else None)
 
-    def append(self, sequences: Sequence[TokenSequence], batch: EncodedBatch) -> None:
-        """Appends encoded sequences; those that are not finite are skipped with a reason."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch was appended yet: the first one is sampled for what encoding loses."""
+        return self._counts.num_tokens == 0
+
+    def append(
+        self,
+        sequences: Sequence[TokenSequence],
+        batch: EncodedBatch,
+        *,
+        sample: Mapping[str, Float[Tensor, "sampled _"]] | None = None,
+    ) -> None:
+        """Appends encoded sequences; those that are not finite are skipped with a reason.
+
+        Args:
+            sequences: The batch.
+            batch: Its states, encoded.
+            sample: What `take_sample` kept of the states; None measures nothing.
+        """
+        if sample is not None:
+            self._writer.count_losses(measure_sample(sample, batch, self._layers))
         start = 0
         for sequence in sequences:
             tokens = slice(start, start + sequence.num_tokens)
@@ -71,13 +92,17 @@ class OpenShard:
                     greedy=sequence.greedy,
                     states=batch.of(tokens),
                 )
+            saturated = batch.saturated_by_layer(tokens)
+            self._writer.count_losses(
+                {name: EncodingLoss(num_saturated=count) for name, count in saturated.items()}
+            )
             self._count(
                 Counts(
                     num_sequences=1,
                     num_tokens=sequence.num_tokens,
                     num_truncated=int(sequence.is_truncated),
                     num_bytes=self._writer.num_bytes - num_bytes_before,
-                    num_saturated=batch.num_saturated(tokens),
+                    num_saturated=sum(saturated.values()),
                 )
             )
         self._metrics.progress()

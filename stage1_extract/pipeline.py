@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from stage1_extract.encode import EncodedBatch
+from stage1_extract.loss_sample import take_sample
 from stage1_extract.open_shard import OpenShard
 from stage1_extract.problems import UnusableConversationError
 from stage1_extract.sequences import TokenSequence
@@ -75,6 +76,8 @@ class Transfer(Protocol):
 class _Batch:
     sequences: Sequence[TokenSequence]
     arrival: Arrival
+    sample: States | None
+    """Of the shard's first batch, to measure what encoding loses."""
 
 
 _FINISH, _DROP = "finish", "drop"
@@ -142,6 +145,7 @@ class PipelinedShard:
         self._check = check
         self._steps: queue.SimpleQueue[_Step] = queue.SimpleQueue()
         self._is_closed = False
+        self._has_batches = False
         self.error: BaseException | None = None
         """What went wrong in the writer thread."""
         self._future: Future[None] = threads.submit(self._write)
@@ -155,7 +159,9 @@ class PipelinedShard:
 
     def add(self, sequences: Sequence[TokenSequence], states: States) -> None:
         """Hands a batch over to be encoded, copied and written."""
-        self._steps.put(_Batch(sequences, self._transfer.start(states)))
+        sample = None if self._has_batches else take_sample(states)
+        self._has_batches = True
+        self._steps.put(_Batch(sequences, self._transfer.start(states), sample))
         self._check()
 
     def skip(self, unusable: Mapping[str, UnusableConversationError]) -> None:
@@ -211,7 +217,7 @@ class PipelinedShard:
         try:
             encoded = batch.arrival.wait()
             self._metrics.add_seconds(batch.arrival.seconds())
-            shard.append(batch.sequences, encoded)
+            shard.append(batch.sequences, encoded, sample=batch.sample)
         finally:
             batch.arrival.release()
 

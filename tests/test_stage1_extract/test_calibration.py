@@ -10,12 +10,14 @@ import torch
 from stage1_extract import extract
 from stage1_extract.calibration import calibrate
 from stage1_extract.config import ExtractRun
-from stage1_extract.extract import prepare_store
+from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.preparation import record_layers, store_shape
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import load_config
+from storage.commits import read_commit
 from storage.encodings import calibrate_channels
 from storage.errors import StoreError
+from storage.reader import open_store
 from storage.writer import create_store
 
 MakeRun = Callable[..., ExtractRun]
@@ -80,3 +82,25 @@ def test_a_calibrated_store_refuses_another_encoding(make_run: MakeRun) -> None:
     prepare_store(int8_run(make_run))
     with pytest.raises(StoreError, match="layer 0 is stored as int8"):
         prepare_store(make_run(store={"encoding": "int4"}))
+
+
+@pytest.mark.parametrize(("encoding", "largest"), [("int8", 0.02), ("int4", 0.12), ("int2", 0.6)])
+def test_what_encoding_lost_stands_in_the_commit_record(
+    make_run: MakeRun, encoding: str, largest: float
+) -> None:
+    run = make_run(store={"encoding": encoding, "calibration_tokens": 1000})
+    store = prepare_store(run)
+    assert run_worker(run, worker_index=0, num_workers=1) == 0
+    target: Any = load_target(run.target)
+    stored = open_store(run.store_dir)
+    for unit in store.units():
+        losses = read_commit(store.files, unit).losses
+        assert losses.keys() == {"0", "2"}
+        for loss in losses.values():
+            assert 32 <= loss.num_measured_tokens <= 64
+            assert 0 < loss.relative_error < largest
+            assert loss.num_saturated == 0
+    token_ids, _ = stored.snapshot().read_tokens(0)
+    exact = target.hidden_states([token_ids], layers=["2"])["2"].numpy()
+    decoded = stored.sequence(stored.snapshot().sequence_id(0)).hidden_states(layers=["2"])[:, 0]
+    assert np.linalg.norm(decoded - exact) < largest * np.linalg.norm(exact)
