@@ -36,7 +36,8 @@ class DataConfig(Settings):
     """The conversations that stage 1 reads."""
 
     conversations: tuple[str, ...]
-    """JSONL files; a relative path starts at the run file's folder."""
+    """JSONL, Parquet or Arrow files, folders of them, or datasets saved with `save_to_disk`; a
+    relative path starts at the run file's folder."""
     limit: int | None = Field(default=None, ge=1)
     """Conversations to read at most, in file order; None reads all."""
     max_sequence_tokens: int = Field(default=4096, ge=2)
@@ -46,9 +47,9 @@ class DataConfig(Settings):
     template_arguments: dict[str, Any] = {}
     """Chat-template arguments, for example {enable_thinking = false}; part of the identity."""
     strict: bool = False
-    """Stop at the first unusable line instead of counting and skipping it."""
+    """Stop at the first unusable line or row instead of counting and skipping it."""
     bad_line_limit: int = Field(default=100, ge=0)
-    """Unusable lines of the files tolerated before extraction stops."""
+    """Unusable lines or rows of the files tolerated before extraction stops."""
     counted_conversations: int = Field(default=20_000, ge=1)
     """Conversations that `plan` turns into tokens one by one; of more than this a random sample of
     this many is counted, and the plan says how far it may be off."""
@@ -130,7 +131,7 @@ class RegenerateConfig(Settings):
     """How the target answers prompts itself."""
 
     prompts: tuple[str, ...] = ()
-    """JSONL files of prompts, in any conversation format."""
+    """Files or folders of prompts, in any conversation format."""
     turns: Literal["every", "last"] = "every"
     """`every`: all given answers are dropped and every user turn is answered in order; `last`: the
     conversation is kept and only its last answer is written."""

@@ -1,8 +1,8 @@
-"""Conversations: the JSONL formats they come in, their stable ids, and what is refused.
+"""Conversations: the formats they come in, their stable ids, and what is refused.
 
-A line is one JSON object with an optional `id` and one of
+A row (a JSON line, or a row of a Parquet or Arrow file) has an optional `id` and one of
 `messages` (role, content), ShareGPT `conversations` (from, value), `prompt` with `response`, or
-pre-tokenised `token_ids` with `loss_mask`. Files are indexed once and lines are parsed on demand,
+pre-tokenised `token_ids` with `loss_mask`. Files are indexed once and rows are parsed on demand,
 so that a million conversations cost memory for their ids only.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stage1_extract.conversation_files import Row, RowFile, open_files, parse_line
 from stage1_extract.problems import Problems, UnusableConversationError
 
 _Unusable = Callable[..., UnusableConversationError]
@@ -36,7 +37,7 @@ class Conversation:
 
     id: str
     source: str
-    """File and line it came from, for messages to the user."""
+    """File and line or row it came from, for messages to the user."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     tools: tuple[Mapping[str, Any], ...] | None = None
     """Tool descriptions handed to the chat template."""
@@ -46,40 +47,36 @@ class Conversation:
     """How a target wrote the answers, as `regenerate` records it."""
 
 
-@dataclass(frozen=True)
-class _Line:
-    path_index: int
-    start_byte: int
-    num_bytes: int
-    line_number: int
+@dataclass(frozen=True, slots=True)
+class _Place:
+    file_index: int
+    row: Row
 
 
 class Conversations:
     """The usable conversations of some files, in file order; parsed when asked for."""
 
-    def __init__(self, paths: Sequence[Path], lines: Mapping[str, _Line], problems: Problems):
-        self._paths = paths
-        self._lines = lines
-        self.ids = list(lines)
+    def __init__(self, files: Sequence[RowFile], places: Mapping[str, _Place], problems: Problems):
+        self._files = files
+        self._places = places
+        self.ids = list(places)
         self.problems = problems
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __contains__(self, conversation_id: str) -> bool:
-        return conversation_id in self._lines
+        return conversation_id in self._places
 
     def __iter__(self) -> Iterator[Conversation]:
         return (self[each] for each in self.ids)
 
     def __getitem__(self, conversation_id: str) -> Conversation:
         """Reads one conversation again by its id."""
-        line = self._lines[conversation_id]
-        path = self._paths[line.path_index]
-        with path.open("rb") as file:
-            file.seek(line.start_byte)
-            text = file.read(line.num_bytes)
-        return parse_conversation(text, source=f"{path}:{line.line_number}", needs_answer=False)
+        place = self._places[conversation_id]
+        file = self._files[place.file_index]
+        record = file.parse(place.row, file.read(place.row))
+        return conversation_of(record, source=file.source(place.row), needs_answer=False)
 
 
 def read_conversations(
@@ -90,59 +87,65 @@ def read_conversations(
     bad_line_limit: int = 100,
     needs_answer: bool = True,
 ) -> Conversations:
-    """Indexes the conversations of JSONL files, in file order.
+    """Indexes the conversations of files, in file order.
 
     Args:
-        paths: JSONL files.
+        paths: JSONL, Parquet and Arrow files, folders of them, saved datasets.
         limit: Usable conversations to take at most; None takes all.
-        strict: Whether the first unusable line stops the run.
-        bad_line_limit: Unusable lines that are counted and skipped before the run stops.
+        strict: Whether the first unusable row stops the run.
+        bad_line_limit: Unusable rows that are counted and skipped before the run stops.
         needs_answer: Whether a conversation without an assistant turn is unusable.
 
     Raises:
-        ValueError: A file is missing or unreadable, an id occurs twice (both lines are named),
-            there are too many unusable lines, or no conversation is usable.
+        ValueError: A file is missing or unreadable, an id occurs twice (both places are named),
+            there are too many unusable rows, or no conversation is usable.
     """
-    files = [Path(path) for path in paths]
+    files = open_files(paths)
     problems = Problems(strict=strict, limit=bad_line_limit)
-    lines: dict[str, _Line] = {}
-    for path_index, path in enumerate(files):
-        for line_number, start_byte, text in _numbered_lines(path):
-            if limit is not None and len(lines) >= limit:
+    places: dict[str, _Place] = {}
+    for file_index, file in enumerate(files):
+        for row, content in file.rows():
+            if limit is not None and len(places) >= limit:
                 break
-            source = f"{path}:{line_number}"
             try:
-                conversation = parse_conversation(text, source=source, needs_answer=needs_answer)
-                earlier = lines.get(conversation.id)
+                record = file.parse(row, content)
+                conversation = conversation_of(
+                    record, source=file.source(row), needs_answer=needs_answer
+                )
+                earlier = places.get(conversation.id)
                 if earlier is not None:
-                    _refuse_duplicate(text, conversation, files, earlier)
+                    first = files[earlier.file_index].source(earlier.row)
+                    raise _duplicate(record, conversation, first)
             except UnusableConversationError as problem:
                 problems.add(problem)
                 continue
-            lines[conversation.id] = _Line(path_index, start_byte, len(text), line_number)
-    if not lines:
-        where = ", ".join(map(str, files)) or "an empty list of files"
+            places[conversation.id] = _Place(file_index, row)
+    if not places:
+        where = ", ".join(map(str, paths)) or "an empty list of files"
         raise ValueError(f"no usable conversation in {where}{problems.first()}")
-    return Conversations(files, lines, problems)
+    return Conversations(files, places, problems)
 
 
 def parse_conversation(text: bytes, *, source: str, needs_answer: bool = True) -> Conversation:
-    """The conversation of one JSONL line.
+    """The conversation of one JSONL line; see `conversation_of`."""
+    return conversation_of(
+        parse_line(text, source=source), source=source, needs_answer=needs_answer
+    )
+
+
+def conversation_of(
+    record: dict[str, Any], *, source: str, needs_answer: bool = True
+) -> Conversation:
+    """The conversation of one row.
 
     Raises:
-        UnusableConversationError: The line is not JSON, has no known format, is empty, or has no
-            assistant turn although one is needed.
+        UnusableConversationError: It has no known format, is empty, or has no assistant turn
+            although one is needed.
     """
 
     def unusable(reason: str, detail: str = "") -> UnusableConversationError:
         return UnusableConversationError(reason, source=source, detail=detail)
 
-    try:
-        record = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise unusable("bad JSON", str(error)) from error
-    if not isinstance(record, dict):
-        raise unusable("unknown format", f"expected a JSON object with {_FORMATS}")
     content: dict[str, Any] = {}
     if "token_ids" in record:
         content = _parse_tokens(record, unusable)
@@ -152,7 +155,7 @@ def parse_conversation(text: bytes, *, source: str, needs_answer: bool = True) -
         if needs_answer and "assistant" not in roles:
             raise unusable("no assistant turn", "let the target answer it with `regenerate`")
         if record.get("tools"):
-            content["tools"] = tuple(record["tools"])
+            content["tools"] = tuple(_as_list(record["tools"], "tools", unusable))
     generation = record.get("generation")
     return Conversation(
         id=_stable_id(record, content, unusable),
@@ -160,21 +163,6 @@ def parse_conversation(text: bytes, *, source: str, needs_answer: bool = True) -
         generation=generation if isinstance(generation, dict) else None,
         **content,
     )
-
-
-def _numbered_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Line number from 1, first byte, and bytes of every line that is not blank."""
-    try:
-        with path.open("rb") as file:
-            start_byte = 0
-            for line_number, text in enumerate(file, start=1):
-                if text.strip():
-                    yield line_number, start_byte, text
-                start_byte += len(text)
-    except OSError as error:
-        raise ValueError(
-            f"cannot read {path} ({error.strerror}); check the path in the run file"
-        ) from error
 
 
 def _parse_messages(record: dict[str, Any], unusable: _Unusable) -> tuple[dict[str, Any], ...]:
@@ -249,16 +237,13 @@ def _stable_id(record: dict[str, Any], content: dict[str, Any], unusable: _Unusa
     return str(given)
 
 
-def _refuse_duplicate(
-    text: bytes, conversation: Conversation, paths: Sequence[Path], earlier: _Line
-) -> None:
-    """Raises: a repeated given id stops the run, a repeated conversation without id is skipped."""
-    first = f"{paths[earlier.path_index]}:{earlier.line_number}"
-    if json.loads(text).get("id") is not None:
-        raise ValueError(
+def _duplicate(record: dict[str, Any], conversation: Conversation, first: str) -> ValueError:
+    """A repeated given id stops the run, a repeated conversation without id is skipped."""
+    if record.get("id") is not None:
+        return ValueError(
             f"{conversation.source}: id {conversation.id!r} was already used at {first};"
             " give every conversation its own id, or none"
         )
-    raise UnusableConversationError(
+    return UnusableConversationError(
         "repeated conversation", source=conversation.source, detail=f"the same as {first}"
     )

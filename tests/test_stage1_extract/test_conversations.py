@@ -150,11 +150,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_conversations([tmp_path / "absent.jsonl"])
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read"):
-        read_conversations([tmp_path])
-
-
 def test_no_usable_conversation_is_an_error(write_jsonl: WriteJsonl) -> None:
     with pytest.raises(ValueError, match=r"no usable conversation in .*; the first is .*:1"):
         read_conversations([write_jsonl("no")])
