@@ -49,7 +49,7 @@ class PackedBatch:
     row_label: Int64[Tensor, "rows"]
     row_weight: Float32[Tensor, "rows"]
     weight_sum: float
-    """Sum of `row_weight`, known before the device is."""
+    """What the loss is divided by: the sum of `row_weight`, or the number of blocks."""
     num_real_tokens: int
     """Tokens that are not padding."""
     num_real_blocks: int
@@ -106,6 +106,7 @@ def collate(
     seed: int,
     epoch: int,
     stop_at_unsupervised: bool = False,
+    is_divided_by_blocks: bool = False,
     pin_memory: bool = False,
 ) -> PackedBatch:
     """Packs the windows of one batch end to end, pads the end, and makes its blocks.
@@ -121,6 +122,7 @@ def collate(
         seed: seed of the run.
         epoch: pass over the data.
         stop_at_unsupervised: see `blocks.label_blocks`.
+        is_divided_by_blocks: whether the loss is divided by the number of blocks.
         pin_memory: whether the states lie in memory that a GPU copies from by itself.
     """
     blocks = make_blocks(
@@ -148,6 +150,8 @@ def collate(
         num_real_tokens=num_real_tokens,
         mask_token_id=mask_token_id,
     )
+    if is_divided_by_blocks:
+        batch = replace(batch, weight_sum=float(batch.num_real_blocks))
     return batch.pinned() if pin_memory else batch
 
 

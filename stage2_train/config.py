@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Settings(BaseModel):
@@ -27,17 +27,38 @@ class OptimizerConfig(Settings):
     """Global gradient norm above which gradients are scaled down."""
 
 
-class LossConfig(Settings):
-    """Which rows of a block count, and how much."""
+LossKind = Literal["cross_entropy", "kl", "total_variation"]
 
+
+class LossConfig(Settings):
+    """What is learned from a block's rows, which of them count, and how much."""
+
+    kind: LossKind = "cross_entropy"
+    """`cross_entropy` against the sequence's own tokens; `kl` or `total_variation` against the
+    target's distribution, which need a store with `lm_head_input`. Total variation learns slowly
+    from fresh weights: start from another drafter (`init_from`)."""
+    weighting: Literal["decay", "d_pace"] = "decay"
+    """Weight of an offset: `decay` by `gamma`; `d_pace` by how far the drafter itself would get
+    (SpecForge's D-PACE), divided by the number of blocks. `d_pace` needs the cross-entropy."""
+    pace_smoothing: float = Field(default=0.5, ge=0.0, le=1.0)
+    """D-PACE's smoothing of the drafter's probabilities: 0 trusts them, 1 ignores them."""
     gamma: float | None = Field(default=None, gt=0.0)
     """Decay of the offset weight exp(-(k-1)/gamma); None takes 7, 5, 4 for block 16, 10, 8."""
     min_weight: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Offsets whose weight lies below are left out of the loss and not computed."""
     stop_at_unsupervised: bool = False
     """End a block's labels at its first unsupervised one instead of masking each alone."""
-    chunk_rows: int = Field(default=2048, ge=1)
+    chunk_rows: int = Field(default=2560, ge=1)
     """Rows whose logits exist at once."""
+
+    @model_validator(mode="after")
+    def _pace_is_that_of_the_labels(self) -> "LossConfig":
+        if self.weighting == "d_pace" and self.kind != "cross_entropy":
+            raise ValueError(
+                f'weighting = "d_pace" goes with kind = "cross_entropy", not with "{self.kind}": '
+                "it weighs by the probabilities of the labels"
+            )
+        return self
 
 
 class TrainConfig(Settings):

@@ -4,6 +4,7 @@ What is trained, and in which order, is a pure function of (seed, epoch, snapsho
 is concurrent.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from storage.errors import StoreNotFoundError
 from storage.order import epoch_order
 from storage.read_cache import ReadCache
 from storage.reader import Snapshot, Store, open_store
-from storage.schema import layer_name
+from storage.schema import LM_HEAD_INPUT, layer_name
 from storage.stream import read_ahead
 from storage.writer import open_for_writing
 
@@ -45,12 +46,15 @@ class BatchMaker:
     mask_token_id: int
     seed: int
     stop_at_unsupervised: bool
+    is_divided_by_blocks: bool
     read_ahead_bytes: int
     device: torch.device
 
     @property
     def full_weight_sum(self) -> float:
-        """Weight of all labels of a batch whose blocks all are real and whole."""
+        """What the loss of a batch is divided by whose blocks all are real and whole."""
+        if self.is_divided_by_blocks:
+            return float(self.num_anchors)
         return self.num_anchors * float(self.weight_of_offset.sum(dtype=np.float64))
 
     def batches(
@@ -86,6 +90,7 @@ class BatchMaker:
                     seed=self.seed,
                     epoch=epoch,
                     stop_at_unsupervised=self.stop_at_unsupervised,
+                    is_divided_by_blocks=self.is_divided_by_blocks,
                     pin_memory=self.device.type == "cuda",
                 )
 
@@ -94,16 +99,24 @@ def make_batch_maker(
     train: TrainConfig, architecture: DrafterArchitecture, device: torch.device
 ) -> BatchMaker:
     """Gathers what batches depend on from the settings."""
+    layer_names = tuple(layer_name(i) for i in architecture.target_layer_ids)
+    is_paced = train.loss.weighting == "d_pace"
     return BatchMaker(
-        layer_names=tuple(layer_name(i) for i in architecture.target_layer_ids),
+        layer_names=layer_names
+        if train.loss.kind == "cross_entropy"
+        else (*layer_names, LM_HEAD_INPUT),
         batch_tokens=train.batch_tokens,
         num_anchors=train.num_anchors,
         weight_of_offset=offset_weights(
-            architecture.block_size, gamma=train.loss.gamma, min_weight=train.loss.min_weight
+            architecture.block_size,
+            # D-PACE's own weights take the place of the decay.
+            gamma=math.inf if is_paced else train.loss.gamma,
+            min_weight=train.loss.min_weight,
         ),
         mask_token_id=architecture.mask_token_id,
         seed=train.seed,
         stop_at_unsupervised=train.loss.stop_at_unsupervised,
+        is_divided_by_blocks=is_paced,
         read_ahead_bytes=train.read_ahead_bytes,
         device=device,
     )

@@ -32,6 +32,7 @@ from stage2_train.sharding import ShardedAdamW, ShardedGradients, ShardedPath
 from stage2_train.target_head import TargetHead, load_target_head
 from stage2_train.training import Training
 from storage.reader import Store
+from storage.schema import LM_HEAD_INPUT
 
 # Settings that say what a position means: a run with others cannot go on from a checkpoint.
 POSITION_SETTINGS = ("seed", "batch_tokens")
@@ -154,6 +155,12 @@ def architecture_for(run: DrafterRun, store: Store, head: TargetHead) -> Drafter
         raise ValueError(
             f"the store's head has width {head.hidden_size}, its hidden states "
             f"{store.identity.hidden_size}; extract the head of the same target again"
+        )
+    if run.train.loss.kind != "cross_entropy" and LM_HEAD_INPUT not in store.layers:
+        raise ValueError(
+            f'train.loss.kind = "{run.train.loss.kind}" learns the target\'s own distribution, for '
+            f"which the store lacks the layer {LM_HEAD_INPUT}: extract with "
+            'store.lm_head_input = true, or set train.loss.kind = "cross_entropy"'
         )
     if run.train.batch_tokens < run.drafter.block_size:
         raise ValueError(

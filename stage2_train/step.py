@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -15,10 +15,13 @@ from stage2_train.attention import (
     segments_of,
 )
 from stage2_train.collate import EncodedLayer, PackedBatch
+from stage2_train.config import LossKind
 from stage2_train.decode import LayerDecoder, decode_layer
+from stage2_train.divergence import head_divergence
 from stage2_train.drafter import Attend, Drafter, DrafterArchitecture
 from stage2_train.loss import head_cross_entropy
 from stage2_train.metrics import BlockSums, block_sums
+from stage2_train.pace import pace_weights, weighted_later
 from stage2_train.target_head import TargetHead
 
 
@@ -60,6 +63,8 @@ def batch_loss(
     chunk_rows: int,
     weight_sum: float | None = None,
     fast_path: DraftPath | None = None,
+    kind: LossKind = "cross_entropy",
+    pace_smoothing: float | None = None,
 ) -> StepResult:
     """Drafts every block of a batch and compares with its labels.
 
@@ -71,31 +76,84 @@ def batch_loss(
         chunk_rows: rows whose logits exist at once.
         weight_sum: what the row weights are divided by; None takes the batch's own sum.
         fast_path: the compiled layers; None takes the plain ones.
+        kind: what a row's loss is; the divergences need `lm_head_input` as the last layer.
+        pace_smoothing: D-PACE's smoothing (see `pace`); None leaves the row weights as they are.
     """
-    architecture = drafter.architecture
     hidden, is_compiled = draft_blocks(
         drafter, batch, head=head, decoders=decoders, fast_path=fast_path
     )
-    normaliser = batch.weight_sum if weight_sum is None else weight_sum
-    result = head_cross_entropy(
-        # Offset 0 and labels that do not count are dropped here: the head never sees them.
-        hidden.index_select(0, batch.row_index),
-        batch.row_label,
-        batch.row_weight / max(normaliser, 1e-30),
-        head=head,
-        chunk_rows=chunk_rows,
-    )
+    # Offset 0 and labels that do not count are dropped here: the head never sees them.
+    rows = hidden.index_select(0, batch.row_index)
+    pace = torch.empty_like(batch.row_weight)
+    if pace_smoothing is not None:
+        rows = weighted_later(rows, pace)
+    normaliser = max(batch.weight_sum if weight_sum is None else weight_sum, 1e-30)
+    arguments: dict[str, Any] = {"head": head, "chunk_rows": chunk_rows}
+    weights = batch.row_weight / normaliser
+    if kind == "cross_entropy":
+        result = head_cross_entropy(rows, batch.row_label, weights, **arguments)
+    else:
+        target_rows = target_states(drafter, batch, head=head, decoders=decoders)
+        result = head_divergence(
+            rows, target_rows, batch.row_label, weights, kind=kind, **arguments
+        )
+    loss, row_weight = result.loss, batch.row_weight
+    if pace_smoothing is not None:
+        pace.copy_(_pace_of(result.row_loss, batch, drafter.architecture, pace_smoothing))
+        row_weight = row_weight * pace
+        # The gradient will come with its pace; the value is given it here.
+        loss = loss + (result.row_loss * weights * (pace - 1.0)).sum()
     sums = block_sums(
         row_loss=result.row_loss,
         is_correct=result.is_top,
-        row_weight=batch.row_weight,
+        row_weight=row_weight,
         row_index=batch.row_index,
         num_blocks=len(batch.context_start),
-        block_size=architecture.block_size,
+        block_size=drafter.architecture.block_size,
     )
     return StepResult(
-        loss=result.loss, row_loss=result.row_loss, sums=sums, is_compiled=is_compiled
+        loss=loss,
+        row_loss=result.row_loss,
+        sums=sums,
+        is_compiled=is_compiled,
     )
+
+
+def _pace_of(
+    row_loss: Float[Tensor, "rows"],
+    batch: PackedBatch,
+    architecture: DrafterArchitecture,
+    smoothing: float,
+) -> Float[Tensor, "rows"]:
+    return pace_weights(
+        row_loss.neg().exp(),
+        batch.row_index,
+        num_blocks=len(batch.context_start),
+        block_size=architecture.block_size,
+        smoothing=smoothing,
+    )
+
+
+def target_states(
+    drafter: Drafter,
+    batch: PackedBatch,
+    *,
+    head: TargetHead,
+    decoders: Sequence[LayerDecoder],
+) -> Float[Tensor, "rows hidden"]:
+    """Gives the state from which the target's head predicts each row's label.
+
+    It stands one position before the label, whose place in the batch is anchor + offset.
+    """
+    layer, block_size = batch.layers[-1], drafter.architecture.block_size
+    states = torch.empty(
+        (len(layer.data), head.hidden_size),
+        dtype=head.embed_weight.dtype,
+        device=layer.data.device,
+    )
+    decode_layer(decoders[-1], layer.data, layer.scales, out=states)
+    block, offset = batch.row_index // block_size, batch.row_index % block_size
+    return states.index_select(0, batch.context_stop[block] + offset - 1)
 
 
 def draft_blocks(
@@ -109,7 +167,13 @@ def draft_blocks(
     """Gives the normed hidden state of every block token, and whether compiled code made it."""
     # The head's type is what the step computes in; weights that are sharded are fp32.
     dtype = head.embed_weight.dtype
-    features = decode_features(batch.layers, decoders, hidden_size=head.hidden_size, dtype=dtype)
+    num_layers = len(drafter.architecture.target_layer_ids)
+    features = decode_features(
+        batch.layers[:num_layers],
+        decoders[:num_layers],
+        hidden_size=head.hidden_size,
+        dtype=dtype,
+    )
     if fast_path is not None:
         return fast_path.draft(drafter, batch, features, head=head)
     context = drafter.context_key_values(features[None], batch.positions[None])

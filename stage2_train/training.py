@@ -138,6 +138,7 @@ class Training:
 
     def _sum_gradients(self, batches: Sequence[PackedBatch], stop: StopSignals) -> bool:
         """Leaves the step's gradient in the parameters; says whether any rank was told to stop."""
+        loss = self.run.train.loss
         is_only_one = len(batches) == self.ranks.size == 1
         # What several batches are divided by is known when all are through.
         weight_sum = None if is_only_one else self.batches.full_weight_sum
@@ -150,7 +151,9 @@ class Training:
                 batch,
                 head=self.head,
                 decoders=self.decoders,
-                chunk_rows=self.run.train.loss.chunk_rows,
+                chunk_rows=loss.chunk_rows,
+                kind=loss.kind,
+                pace_smoothing=loss.pace_smoothing if loss.weighting == "d_pace" else None,
                 weight_sum=weight_sum,
                 fast_path=self.sharded_path or self.fast_path,
             )
@@ -179,7 +182,7 @@ class Training:
                 decoders=self.decoders,
                 batches=self.batches,
                 num_sequences=self.run.train.validation_sequences,
-                chunk_rows=self.run.train.loss.chunk_rows,
+                loss=self.run.train.loss,
                 fast_path=self.fast_path,
                 ranks=self.ranks,
             )

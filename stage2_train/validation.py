@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int64
 
 from stage2_train.batches import draw_window, pack
+from stage2_train.config import LossConfig
 from stage2_train.data import BatchMaker
 from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
@@ -42,7 +43,7 @@ def validate(
     decoders: Sequence[LayerDecoder],
     batches: BatchMaker,
     num_sequences: int,
-    chunk_rows: int,
+    loss: LossConfig,
     fast_path: DraftPath | None = None,
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
@@ -72,7 +73,8 @@ def validate(
             batch,
             head=head,
             decoders=decoders,
-            chunk_rows=chunk_rows,
+            chunk_rows=loss.chunk_rows,
+            kind=loss.kind,
             fast_path=fast_path,
         ).sums.to("cpu")
         for batch in batches.batches(snapshot, planned, epoch=VALIDATION_EPOCH)

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors.torch import save
 from stage2_train.architecture import DrafterArchitecture
 from stage2_train.config import DrafterConfig, DrafterRun, TrainConfig
 from storage.encodings import encode
-from storage.schema import LayerRecord, StoreIdentity
+from storage.schema import LM_HEAD_INPUT, LayerRecord, StoreIdentity
 from storage.writer import create_store
 
 HIDDEN_SIZE, VOCAB_SIZE, NUM_TARGET_LAYERS = 32, 64, 6
@@ -45,26 +45,38 @@ def make_identity(**changes: Any) -> StoreIdentity:
     return StoreIdentity(**{**fields, **changes})
 
 
-def make_sequence(number: int) -> dict[str, Any]:
+def make_sequence(number: int, layers: Mapping[str, str] = LAYERS) -> dict[str, Any]:
     """A counting sequence whose states tell the token: a drafter can learn to go on."""
     rng = np.random.default_rng(number)
     num_tokens, num_prompt_tokens = int(rng.integers(24, 70)), int(rng.integers(2, 10))
     token_ids = (int(rng.integers(0, 40)) + np.arange(num_tokens)) % (VOCAB_SIZE - 4) + 1
     embedding = np.random.default_rng(0).standard_normal((VOCAB_SIZE, HIDDEN_SIZE))
+    # The head's own row of the next token: the target is nearly sure of it.
+    next_ids = np.append(token_ids[1:], 0)
+    states = {
+        name: 9.0 * head_embedding().numpy()[next_ids]
+        if name == LM_HEAD_INPUT
+        else embedding[token_ids] * (1 + int(name))
+        for name in layers
+    }
     return {
         "sequence_id": f"sequence-{number}",
         "token_ids": token_ids.astype(np.int32),
         "loss_mask": np.arange(num_tokens) >= num_prompt_tokens,
         "greedy": True,
         "states": {
-            name: encode(encoding, (embedding[token_ids] * (1 + int(name))).astype(np.float32))
-            for name, encoding in LAYERS.items()
+            name: encode(encoding, states[name].astype(np.float32))
+            for name, encoding in layers.items()
         },
     }
 
 
-def write_head(store: Any, **changes: Any) -> None:
+def head_embedding() -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
+    return 0.3 * torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator)
+
+
+def write_head(store: Any, **changes: Any) -> None:
     facts = {
         "config": {
             "hidden_size": HIDDEN_SIZE,
@@ -88,7 +100,7 @@ def write_head(store: Any, **changes: Any) -> None:
         "transformers_version": "5",
     }
     weights = {
-        "embed_tokens.weight": 0.3 * torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator),
+        "embed_tokens.weight": head_embedding(),
         "norm.weight": torch.ones(HIDDEN_SIZE),
     }
     store.put_head_file("target.json", json.dumps(facts | changes).encode())
@@ -102,14 +114,16 @@ def fill_store(
     num_units: int = 4,
     num_committed: int = 99,
     is_supervised: bool = True,
+    layers: Mapping[str, str] = LAYERS,
 ) -> Path:
     store = create_store(store_dir, make_identity())
     store.add_layers(
         LayerRecord(name=name, encoding=encoding, hidden_size=HIDDEN_SIZE)
-        for name, encoding in LAYERS.items()
+        for name, encoding in layers.items()
     )
     write_head(store)
-    sequences = {s["sequence_id"]: s for s in map(make_sequence, range(num_sequences))}
+    made = (make_sequence(number, layers) for number in range(num_sequences))
+    sequences = {sequence["sequence_id"]: sequence for sequence in made}
     store.plan_generation(list(sequences), num_units=num_units)
     for sequence in sequences.values():
         sequence["loss_mask"] &= is_supervised

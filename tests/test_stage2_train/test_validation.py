@@ -2,7 +2,7 @@
 
 import torch
 
-from stage2_train.config import TrainConfig
+from stage2_train.config import LossConfig, TrainConfig
 from stage2_train.data import make_batch_maker
 from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
@@ -34,7 +34,7 @@ def test_validation_repeats_itself_and_leaves_the_drafter_alone(shared_store_dir
             TrainConfig(batch_tokens=128, num_anchors=8), architecture, torch.device("cpu")
         ),
         "num_sequences": 3,
-        "chunk_rows": 64,
+        "loss": LossConfig(chunk_rows=64),
     }
     first = validate(drafter, store.snapshot(), **arguments)
     assert first == validate(drafter, store.snapshot(), **arguments)
@@ -56,6 +56,6 @@ def test_nothing_held_out_is_no_error(tmp_path, tiny_store, architecture):
         decoders=(LayerDecoder(encoding="bf16"),) * 2,
         batches=make_batch_maker(TrainConfig(), architecture, torch.device("cpu")),
         num_sequences=3,
-        chunk_rows=64,
+        loss=LossConfig(chunk_rows=64),
     )
     assert found == {}
