@@ -5,6 +5,7 @@ state, and both are made while the chunk's logits exist. No tensor of [rows, voc
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.nn.functional import cross_entropy
 
 from stage2_train.fp8 import FP8, Fp8Rows, product, quantize_rows
 from stage2_train.target_head import TargetHead, cap_logits
+
+# Rows of the tiles that products on a GPU work in.
+_TILE_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +88,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         row_loss = torch.empty(num_rows, dtype=weights.dtype, device=hidden.device)
         is_top = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, num_rows, chunk_rows):
-            rows = slice(start, min(start + chunk_rows, num_rows))
+        for rows in row_chunks(num_rows, chunk_rows=chunk_rows):
             fill = _fused_chunk_loss if hidden.is_cuda else _chunk_loss
             fill(
                 hidden[rows],
@@ -116,6 +119,19 @@ def row_maximum(probabilities: Float[Tensor, "rows vocab"]) -> Float[Tensor, "ro
     if probabilities.device.type == "cpu" and probabilities.dtype == torch.bfloat16:
         return probabilities.view(torch.int16).amax(dim=1).view(torch.bfloat16)
     return probabilities.amax(dim=1)
+
+
+def row_chunks(num_rows: int, *, chunk_rows: int) -> Iterator[slice]:
+    """Yields as few chunks of at most `chunk_rows` as there can be, all but the last alike.
+
+    Their size is a multiple of 256 where that needs no more chunks: products of other sizes are
+    up to a fifth slower on a GPU, whose tiles they do not fill.
+    """
+    num_chunks = -(-num_rows // chunk_rows)
+    size = -(-num_rows // max(num_chunks, 1))
+    size = min(-(-size // _TILE_ROWS) * _TILE_ROWS, chunk_rows)
+    for start in range(0, num_rows, max(size, 1)):
+        yield slice(start, min(start + size, num_rows))
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from stage2_train.loss import head_cross_entropy, plain_cross_entropy, row_maximum
+from stage2_train.loss import head_cross_entropy, plain_cross_entropy, row_chunks, row_maximum
 from stage2_train.target_head import TargetHead
 
 NUM_ROWS, HIDDEN, VOCAB = 23, 12, 40
@@ -116,3 +116,11 @@ def test_the_head_gets_no_gradient():
 def test_maxima_of_bf16_are_exact():
     probabilities = torch.rand(9, 300).bfloat16()
     assert torch.equal(row_maximum(probabilities), probabilities.amax(dim=1))
+
+
+@pytest.mark.parametrize(("num_rows", "chunk_rows"), [(0, 8), (7680, 2048), (1000, 300), (5, 100)])
+def test_chunks_cover_every_row_once_and_are_as_few_as_can_be(num_rows, chunk_rows):
+    chunks = list(row_chunks(num_rows, chunk_rows=chunk_rows))
+    assert [row for chunk in chunks for row in range(num_rows)[chunk]] == list(range(num_rows))
+    assert len(chunks) == -(-num_rows // chunk_rows)
+    assert all(chunk.stop - chunk.start <= chunk_rows for chunk in chunks)
