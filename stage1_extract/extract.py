@@ -202,18 +202,26 @@ class Worker:
             if usable:
                 proof = [each.token_ids[:_PROOF_TOKENS] for each in usable[:_PROOF_SEQUENCES]]
                 proof.append(max(usable, key=lambda each: each.num_tokens).token_ids)
-                choose_batching(
-                    self.target,
-                    proof,
-                    layers=list(self.layers),
-                    wanted=self.run.extract.batching,
-                    compiled_rows=row_sizes(self.batch_tokens) if self.is_compiling_wanted else (),
-                    must_compile=self.run.extract.compile is True,
-                )
-                if self.target.compiled is not None:
-                    self.metrics.evidence = self.target.compiled.evidence
+                self.choose_way(proof)
                 save_head(self.store, self.run, self.target, token_ids=proof[0])
                 return
+
+    def choose_way(self, proof: Sequence[Int32[ndarray, "_"]]) -> None:
+        """Sets the fastest way of running the target that proves exact on some sequences.
+
+        Raises:
+            ParityError: None is exact.
+        """
+        choose_batching(
+            self.target,
+            proof,
+            layers=list(self.layers),
+            wanted=self.run.extract.batching,
+            compiled_rows=row_sizes(self.batch_tokens) if self.is_compiling_wanted else (),
+            must_compile=self.run.extract.compile is True,
+        )
+        if self.target.compiled is not None:
+            self.metrics.evidence = self.target.compiled.evidence
 
     @property
     def is_compiling_wanted(self) -> bool:

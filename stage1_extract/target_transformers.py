@@ -189,9 +189,10 @@ class TransformersTarget:
             lambda _, inputs: before_norm.append(inputs[0])
         )
         try:
-            output = self.decoder.module(
-                input_ids=batch, use_cache=False, output_hidden_states=True
-            )
+            with no_hook_left_behind(self.decoder.module):
+                output = self.decoder.module(
+                    input_ids=batch, use_cache=False, output_hidden_states=True
+                )
         finally:
             handle.remove()
         entries = list(output.hidden_states)
@@ -300,6 +301,23 @@ def capture(decoder: Decoder, layers: Sequence[str]) -> Iterator[dict[str, Tenso
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def no_hook_left_behind(model: nn.Module) -> Iterator[None]:
+    """Takes away the hooks that transformers leaves where it has once collected hidden states.
+
+    They do nothing any more, but the compiler cannot trace through them.
+    """
+    before = {module: set(module._forward_hooks) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, known in before.items():
+            for key in set(module._forward_hooks) - known:
+                del module._forward_hooks[key]
+            if getattr(module, "_output_capturing_hooks_installed", False):
+                module._output_capturing_hooks_installed = False
 
 
 def load_config(config: TargetConfig) -> PretrainedConfig:

@@ -1,0 +1,438 @@
+"""How fast stage 1 fills a store, from token ids to committed shards, at the shape of Qwen3-8B.
+
+    python benchmarks/stage1_store.py [--shape qwen3-8b|tiny] [--target FOLDER|embedded:NAME]
+        [--places /dev/shm,runs] [--sequences 128] [--batch-sequences 4] [--encoding fp8]
+        [--ragged] [--sweep 2,4,8] [--peers] [--profile] [--no-record]
+
+Weights and tokens are random unless `--target` names a real model. Everything between is what
+`dflash-offline extract` runs: packing, parity proof, compiled layers, encode kernels, pinned
+copies, writer threads, commits. Time counts from the first batch to the last commit, its flush to
+disk included. In the same run transformers' own forward pass (all layers, no states kept, nothing
+written) is timed, eager and compiled. What was stored is compared with a plain forward pass.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from results import record
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from stage1_extract.batches import batches_for, row_sizes
+from stage1_extract.config import DataConfig, ExtractConfig, ExtractRun, StoreConfig, TargetConfig
+from stage1_extract.extract import Worker, pipeline_of
+from stage1_extract.layers import captured_layers
+from stage1_extract.parity import choose_batching, relative_differences
+from stage1_extract.sequences import TokenSequence
+from stage1_extract.signals import StopRequest
+from stage1_extract.target import load_target
+from stage1_extract.target_transformers import TransformersTarget
+from stage1_extract.worker_metrics import WorkerMetrics
+from storage.encodings import encoded_bytes_per_token
+from storage.reader import open_store
+from storage.schema import LayerRecord, StoreIdentity
+from storage.writer import create_store
+
+PACKAGES = ("torch", "triton", "transformers")
+ENCODING_ERRORS = {"bf16": 0.01, "fp8": 0.05, "int8": 0.02, "int4": 0.2}
+Figures = dict[str, tuple[float, str, str]]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    },
+}
+
+
+@dataclass
+class BenchmarkWorker(Worker):
+    """A worker whose sequences are in memory already."""
+
+    sequences: dict[str, TokenSequence] = field(default_factory=dict)
+
+    def read_unit(self, unit: Any) -> tuple[list[TokenSequence], dict[str, Any]]:
+        """The unit's sequences, of which all are usable."""
+        return [self.sequences[name] for name in self.store.sequences_of(unit)], {}
+
+
+def make_target(arguments: argparse.Namespace, device: str) -> TransformersTarget:
+    """The target asked for, or one with random weights."""
+    dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    if arguments.target:
+        return load_target(TargetConfig(model=arguments.target, dtype=dtype), device=device)
+    config = Qwen3Config(**SHAPES[arguments.shape], tie_word_embeddings=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model = model.eval().requires_grad_(False)
+    return TransformersTarget(model, None, device=device)
+
+
+def make_sequences(arguments: argparse.Namespace, vocab_size: int) -> dict[str, TokenSequence]:
+    """Random sequences, all of one length or log-normal with median 700."""
+    rng = np.random.default_rng(0)
+    lengths = np.full(arguments.sequences, arguments.sequence_tokens)
+    if arguments.ragged:
+        count = arguments.sequences * 3
+        drawn = rng.lognormal(np.log(700), 1.0, count).astype(int)
+        lengths = drawn.clip(16, min(4096, arguments.sequence_tokens))
+    return {
+        f"s{number}": TokenSequence(
+            id=f"s{number}",
+            token_ids=rng.integers(0, vocab_size, length, dtype=np.int32),
+            loss_mask=np.arange(length) >= length // 8,
+            greedy=False,
+            is_truncated=False,
+        )
+        for number, length in enumerate(lengths)
+    }
+
+
+def make_run(arguments: argparse.Namespace, folder: Path) -> ExtractRun:
+    """Settings of a run on random tokens."""
+    return ExtractRun(
+        target=TargetConfig(model=arguments.target or "random"),
+        data=DataConfig(conversations=(), max_sequence_tokens=arguments.sequence_tokens),
+        store=StoreConfig(encoding=arguments.encoding),
+        extract=ExtractConfig(
+            batch_tokens=arguments.batch_sequences * arguments.sequence_tokens,
+            compile=None if arguments.compile == "auto" else arguments.compile == "yes",
+        ),
+        store_dir=folder / "store",
+        run_dir=folder,
+    )
+
+
+def make_worker(
+    arguments: argparse.Namespace,
+    target: TransformersTarget,
+    sequences: dict[str, TokenSequence],
+    folder: Path,
+) -> BenchmarkWorker:
+    """A worker over a new store of random sequences."""
+    config = target.config
+    run = make_run(arguments, folder)
+    store = create_store(run.store_dir, identity_of(run, config))
+    names = captured_layers(
+        None, num_layers=5, lm_head_input=False, num_target_layers=config.num_hidden_layers
+    )
+    store.add_layers(
+        LayerRecord(name=name, encoding=arguments.encoding, hidden_size=config.hidden_size)
+        for name in names
+    )
+    token_bytes = len(names) * encoded_bytes_per_token(arguments.encoding, config.hidden_size)
+    num_bytes = sum(each.num_tokens for each in sequences.values()) * token_bytes
+    num_units = max(1, round(num_bytes / run.store.shard_bytes))
+    store.plan_generation(list(sequences), num_units=num_units)
+    path = folder / "extract" / "worker-00000.metrics.jsonl"
+    return BenchmarkWorker(
+        run=run,
+        store=store,
+        target=target,
+        conversations=None,  # type: ignore[arg-type]
+        layers=store.layers,
+        metrics=WorkerMetrics(path, worker_index=0, num_workers=1),
+        stop=StopRequest(),
+        sequences=sequences,
+    )
+
+
+def identity_of(run: ExtractRun, config: Any) -> StoreIdentity:
+    """An identity for weights that are random."""
+    return StoreIdentity(
+        target_name="random",
+        target_revision=None,
+        target_weights_sha256="",
+        tokenizer_sha256="",
+        chat_template_sha256="",
+        template_arguments={},
+        mask_rule_version=1,
+        max_sequence_tokens=run.data.max_sequence_tokens,
+        long_conversations="truncate",
+        compute_dtype=run.target.dtype,
+        attention_backend="default",
+        hidden_size=config.hidden_size,
+        num_target_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        held_out_fraction=0.0,
+    )
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done all it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def median_s(call: Callable[[], Any], device: str, *, repetitions: int = 5) -> float:
+    """Median time of a call after two that warm up."""
+    times = []
+    for number in range(repetitions + 2):
+        synchronize(device)
+        start_s = time.perf_counter()
+        call()
+        synchronize(device)
+        if number >= 2:
+            times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+def run_store(
+    worker: BenchmarkWorker, place: str, arguments: argparse.Namespace, forward_s: float
+) -> Figures:
+    """Fills the store, checks it, and gives the figures."""
+    start_s = time.perf_counter()
+    worker.metrics.restart_clock()
+    with pipeline_of(worker) as worker.pipeline:
+        for unit in worker.store.units():
+            worker.extract_unit(unit)
+        synchronize(worker.target.device)
+        computed_s = time.perf_counter() - start_s
+    elapsed_s = time.perf_counter() - start_s
+    print(worker.metrics.summary(), flush=True)
+    counts, shares = worker.metrics.counts, worker.metrics.fraction
+    worker.metrics.close()
+    assert counts.num_sequences == len(worker.sequences)
+    error = stored_error(worker, arguments)
+    token_bytes = sum(
+        encoded_bytes_per_token(each.encoding, each.hidden_size) for each in worker.layers.values()
+    )
+    store_dir = Path(worker.run.store_dir)
+    written = sum(path.stat().st_size for path in store_dir.rglob("*") if path.is_file())
+    lost = (shares("encode") + shares("wait") + shares("idle")) / max(shares("forward"), 1e-9)
+    where = "memory" if place.startswith("/dev/shm") else "disk"
+    kind = arguments.target.split("/")[-1] if arguments.target else arguments.shape
+    prefix = "stage1_" + ("ragged_" if arguments.ragged else "")
+    note = (
+        f"{kind}, {counts.num_tokens} tokens, batches of"
+        f" {arguments.batch_sequences} x {arguments.sequence_tokens}, 5 layers,"
+        f" {arguments.encoding}, store in {where}; {worker.metrics.summary().split(' | ')[1]}"
+    )
+    return {
+        f"{prefix}store_tok_s": (counts.num_tokens / elapsed_s, "tokens/s", note),
+        f"{prefix}store_{where}_rate": (counts.num_bytes / elapsed_s / 1e6, "MB/s", ""),
+        f"{prefix}overhead_fraction": (
+            lost,
+            "fraction",
+            f"GPU time not in forward passes, over that in them ({where}): encode, waiting for a"
+            " buffer, nothing handed over; copies and writing go on beside",
+        ),
+        f"{prefix}slowdown_fraction": (
+            computed_s / forward_s - 1,
+            "fraction",
+            f"time to the last batch over forward passes alone ({where}); flushing the last shards"
+            f" took {elapsed_s - computed_s:.2f} s more",
+        ),
+        f"{prefix}bytes_ratio": (
+            written / (counts.num_tokens * token_bytes),
+            "ratio",
+            "all files of the store over the bytes of encoded states",
+        ),
+        f"{prefix}stored_error": (error, "fraction", "stored states against a plain forward pass"),
+    }
+
+
+def stored_error(worker: BenchmarkWorker, arguments: argparse.Namespace) -> float:
+    """Largest mean relative error, over layers, of some stored sequences.
+
+    Raises:
+        ValueError: It is more than the encoding and rounding explain.
+    """
+    store = open_store(worker.run.store_dir)
+    names = list(worker.layers)
+    worst = 0.0
+    for name in list(worker.sequences)[:3]:
+        token_ids = worker.sequences[name].token_ids
+        expected = worker.target.plain_hidden_states(token_ids, layers=names)
+        found = store.sequence(name).hidden_states(layers=names)
+        for column, layer in enumerate(names):
+            states = torch.from_numpy(found[:, column]).to(worker.target.device)
+            worst = max(worst, float(relative_differences(states, expected[layer]).mean()))
+    if worst > ENCODING_ERRORS[arguments.encoding] + 0.08:
+        raise ValueError(f"stored states are off by {worst:.3f}")
+    return worst
+
+
+def forward_only_s(worker: BenchmarkWorker) -> float:
+    """Time of our forward passes alone, over the same batches."""
+    layers = list(worker.layers)
+    batches = []
+    for unit in worker.store.units():
+        sequences, _ = worker.read_unit(unit)
+        lengths = [each.num_tokens for each in sequences]
+        for batch in batches_for(worker.target.batching, lengths, batch_tokens=worker.batch_tokens):
+            batches.append([sequences[index].token_ids for index in batch])
+    for warm_up in (True, False):
+        synchronize(worker.target.device)
+        start_s = time.perf_counter()
+        for batch in batches[: 3 if warm_up else None]:
+            worker.target.hidden_states(batch, layers=layers)
+            # As many batches in flight as the pipeline has, not more memory.
+            if worker.target.device.startswith("cuda"):
+                torch.cuda.current_stream().synchronize()
+        synchronize(worker.target.device)
+    return time.perf_counter() - start_s
+
+
+def run_sweep(
+    target: TransformersTarget, arguments: argparse.Namespace, layers: Sequence[str]
+) -> Figures:
+    """Our forward pass at several batch sizes, eager and compiled."""
+    figures: Figures = {}
+    tokens = arguments.sequence_tokens
+    rng = np.random.default_rng(1)
+    for count in (int(each) for each in arguments.sweep.split(",")):
+        batch = [rng.integers(0, 500, tokens, dtype=np.int32) for _ in range(count)]
+        for name, rows in (("packed_eager", ()), ("packed_compiled", (count * tokens,))):
+            with default_stance():
+                target.compiled = None
+                choose_batching(target, batch[:2], layers=layers, compiled_rows=rows)
+                seconds = median_s(
+                    lambda batch=batch: target.hidden_states(batch, layers=layers), target.device
+                )
+            figures[f"stage1_forward_{name}_{count}"] = (
+                count * tokens / seconds,
+                "tokens/s",
+                f"{count} sequences, {seconds * 1e3:.1f} ms"
+                + ("" if target.compiled or not rows else ", NOT COMPILED"),
+            )
+    target.compiled = None
+    return figures
+
+
+@contextmanager
+def default_stance() -> Iterator[None]:
+    """Allows compiling inside the block, whatever was forbidden before."""
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+def run_peers(target: TransformersTarget, arguments: argparse.Namespace) -> Figures:
+    """The forward pass of transformers itself: all layers, no states kept, nothing written."""
+    figures: Figures = {}
+    shape = (arguments.batch_sequences, arguments.sequence_tokens)
+    token_ids = torch.randint(0, 500, shape, device=target.device)
+    eager = target.decoder.module
+    for name, module in (("eager", eager), ("compiled", torch.compile(eager, dynamic=False))):
+        with torch.inference_mode(), default_stance():
+            seconds = median_s(
+                lambda module=module: module(input_ids=token_ids, use_cache=False), target.device
+            )
+        figures[f"stage1_transformers_{name}_tok_s"] = (
+            token_ids.numel() / seconds,
+            "tokens/s",
+            f"forward pass of all layers, {shape[0]} x {shape[1]} tokens, {seconds * 1e3:.1f} ms,"
+            f" attention {target.config._attn_implementation}",
+        )
+    return figures
+
+
+def print_profile(worker: BenchmarkWorker) -> None:
+    """Prints where a forward pass's time goes, kernel by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    sequences = list(worker.sequences.values())[: worker.run.extract.batch_tokens // 4096 + 1]
+    batch = [each.token_ids for each in sequences]
+    activities = [ProfilerActivity.CPU]
+    is_gpu = worker.target.device.startswith("cuda")
+    activities += [ProfilerActivity.CUDA] if is_gpu else []
+    with profile(activities=activities) as profiler:
+        worker.target.hidden_states(batch, layers=list(worker.layers))
+        synchronize(worker.target.device)
+    key = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=key, row_limit=14, max_name_column_width=60))
+
+
+def main() -> None:
+    """Runs what was asked for and records the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--target", help="a real model instead of random weights")
+    parser.add_argument("--places", default="/dev/shm,runs", help="folders for the stores")
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--sequence-tokens", type=int, default=3072)
+    parser.add_argument("--batch-sequences", type=int, default=4)
+    parser.add_argument("--encoding", choices=ENCODING_ERRORS, default="fp8")
+    parser.add_argument("--compile", choices=("auto", "yes", "no"), default="auto")
+    parser.add_argument("--ragged", action="store_true", help="log-normal lengths")
+    parser.add_argument("--sweep", default="", help="batch sizes of forward passes to time first")
+    parser.add_argument("--peers", action="store_true", help="time transformers itself, too")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-record", action="store_true")
+    arguments = parser.parse_args()
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name(0) if device == "cuda:0" else "CPU"
+    target = make_target(arguments, device)
+    figures: Figures = {}
+    if arguments.peers:
+        figures |= run_peers(target, arguments)
+    if arguments.sweep:
+        layers = captured_layers(
+            None,
+            num_layers=5,
+            lm_head_input=False,
+            num_target_layers=target.config.num_hidden_layers,
+        )
+        figures |= run_sweep(target, arguments, layers)
+    sequences = make_sequences(arguments, target.config.vocab_size)
+    forward_s = None
+    for place in arguments.places.split(","):
+        if not place:
+            continue
+        folder = Path(place) / "stage1-benchmark"
+        shutil.rmtree(folder, ignore_errors=True)
+        worker = make_worker(arguments, target, sequences, folder)
+        if forward_s is None:
+            prepare(worker)
+            forward_s = forward_only_s(worker)
+            if arguments.profile:
+                print_profile(worker)
+        elif target.compiled is not None:
+            worker.metrics.evidence = target.compiled.evidence
+        for figure, value in run_store(worker, place, arguments, forward_s).items():
+            suffix = "" if place.startswith("/dev/shm") else "_disk"
+            figures[figure + suffix] = value
+        shutil.rmtree(folder)
+    if arguments.no_record:
+        for figure, (value, unit, note) in figures.items():
+            print(f"{figure:<44} {value:>12.5g} {unit:<9} {note}")
+        return
+    record("Stage 1: from token ids to a committed store", figures, device=name, packages=PACKAGES)
+
+
+def prepare(worker: BenchmarkWorker) -> None:
+    """Proof and warm-up, as a worker does them."""
+    start_s = time.perf_counter()
+    by_length = sorted(worker.sequences.values(), key=lambda each: each.num_tokens)
+    worker.choose_way([each.token_ids for each in (by_length[0], by_length[-1])])
+    ready_s = time.perf_counter() - start_s
+    rows = row_sizes(worker.batch_tokens)
+    print(f"proved and warm after {ready_s:.1f} s, rows {rows}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

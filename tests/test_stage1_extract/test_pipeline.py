@@ -1,0 +1,214 @@
+"""The pipeline: what it writes is what writing at once writes, and its errors are heard."""
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stage1_extract.encode import EncodedBatch, encode_on_host
+from stage1_extract.open_shard import OpenShard
+from stage1_extract.pipeline import Pipeline, ShardInProgress
+from stage1_extract.sequences import TokenSequence
+from stage1_extract.worker_metrics import Part, WorkerMetrics
+from storage.errors import StoreWriteError
+from storage.reader import open_store
+from storage.schema import LayerRecord, StoreIdentity
+from storage.writer import ShardWriter, WritableStore, create_store
+
+LAYERS = ("1", "4")
+HIDDEN_SIZE = 16
+NUM_SEQUENCES = 12
+
+
+class FakeArrival:
+    """A batch that was encoded at once, in one of the ring's buffers."""
+
+    def __init__(self, batch: EncodedBatch, buffers: threading.Semaphore):
+        self._batch, self._buffers = batch, buffers
+        self.is_released = False
+
+    def wait(self) -> EncodedBatch:
+        return self._batch
+
+    def seconds(self) -> Mapping[Part, float]:
+        return {"forward": 1.0, "copy": 0.5}
+
+    def release(self) -> None:
+        assert not self.is_released
+        self.is_released = True
+        self._buffers.release()
+
+
+class FakeTransfer:
+    """Encodes on the host; has as few buffers as the real one may have."""
+
+    def __init__(self, layers: Mapping[str, LayerRecord], *, num_buffers: int = 2):
+        self.buffers = threading.Semaphore(num_buffers)
+        self.arrivals: list[FakeArrival] = []
+        self._layers = layers
+
+    def begin(self) -> None:
+        pass
+
+    def start(self, states: Mapping[str, torch.Tensor]) -> FakeArrival:
+        assert self.buffers.acquire(timeout=60), "no buffer came back"
+        arrival = FakeArrival(encode_on_host(states, self._layers), self.buffers)
+        self.arrivals.append(arrival)
+        return arrival
+
+
+def sequence(number: int) -> TokenSequence:
+    num_tokens = 5 + number
+    return TokenSequence(
+        id=f"s{number}",
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        loss_mask=np.ones(num_tokens, dtype=np.bool_),
+        greedy=False,
+        is_truncated=False,
+    )
+
+
+def states(sequences: list[TokenSequence]) -> dict[str, torch.Tensor]:
+    """States that tell layer, sequence and position apart."""
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in LAYERS}
+    for each in sequences:
+        for name in LAYERS:
+            generator = torch.Generator().manual_seed(int(name) * 1000 + each.num_tokens)
+            parts[name].append(torch.randn(each.num_tokens, HIDDEN_SIZE, generator=generator))
+    return {name: torch.cat(of_layer) for name, of_layer in parts.items()}
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Callable[[str], WritableStore]:
+    """Gives an empty store of three units."""
+
+    def make(name: str) -> WritableStore:
+        identity: dict[str, Any] = dict.fromkeys(
+            ("target_weights_sha256", "tokenizer_sha256", "chat_template_sha256"), ""
+        )
+        store = create_store(
+            tmp_path / name,
+            StoreIdentity(
+                target_name="tiny",
+                target_revision=None,
+                template_arguments={},
+                mask_rule_version=1,
+                max_sequence_tokens=64,
+                long_conversations="truncate",
+                compute_dtype="float32",
+                attention_backend="default",
+                hidden_size=HIDDEN_SIZE,
+                num_target_layers=6,
+                vocab_size=64,
+                held_out_fraction=0.0,
+                **identity,
+            ),
+        )
+        store.add_layers(
+            LayerRecord(name=name, encoding="fp8", hidden_size=HIDDEN_SIZE) for name in LAYERS
+        )
+        store.plan_generation([f"s{number}" for number in range(NUM_SEQUENCES)], num_units=3)
+        return store
+
+    return make
+
+
+def metrics_in(tmp_path: Path) -> WorkerMetrics:
+    return WorkerMetrics(tmp_path / "metrics.jsonl", worker_index=0, num_workers=1)
+
+
+def fill(shard: ShardInProgress, ids: list[str]) -> None:
+    """Adds sequences, two a batch."""
+    sequences = [sequence(int(name[1:])) for name in ids]
+    for start in range(0, len(sequences), 2):
+        batch = sequences[start : start + 2]
+        with shard.forward_pass():
+            made = states(batch)
+        shard.add(batch, made)
+    shard.finish()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_store_is_that_of_writing_at_once(
+    tmp_path: Path, make_store: Callable[[str], WritableStore], num_threads: int
+) -> None:
+    plain, piped = make_store("plain"), make_store("piped")
+    metrics = [metrics_in(tmp_path / name) for name in ("plain", "piped")]
+    for unit in plain.units():
+        with OpenShard(plain.start_shard(unit), plain.layers, metrics[0]) as shard:
+            fill(shard, plain.sequences_of(unit))
+    transfer = FakeTransfer(piped.layers)
+    with Pipeline(transfer, metrics[1], num_threads=num_threads) as pipeline:
+        for unit in piped.units():
+            shard = OpenShard(piped.start_shard(unit), piped.layers, metrics[1])
+            with pipeline.open(shard) as opened:
+                fill(opened, piped.sequences_of(unit))
+        pipeline.drain()
+    assert all(arrival.is_released for arrival in transfer.arrivals)
+    digests = [open_store(tmp_path / name).content_digest() for name in ("plain", "piped")]
+    assert digests[0] == digests[1]
+    assert metrics[0].counts == metrics[1].counts
+    assert metrics[1].counts.num_units == 3
+
+
+def test_an_unfinished_shard_is_dropped_with_its_counts(
+    tmp_path: Path, make_store: Callable[[str], WritableStore]
+) -> None:
+    store, metrics = make_store("store"), metrics_in(tmp_path)
+    unit = store.units()[0]
+    with Pipeline(FakeTransfer(store.layers), metrics, num_threads=2) as pipeline:
+        shard = OpenShard(store.start_shard(unit), store.layers, metrics)
+        with pipeline.open(shard) as opened:
+            batch = [sequence(int(store.sequences_of(unit)[0][1:]))]
+            opened.add(batch, states(batch))
+        pipeline.drain()
+    assert not store.is_committed(unit)
+    assert metrics.counts.num_tokens == 0
+
+
+@pytest.mark.parametrize("method", ["append", "seal"])
+def test_the_first_error_of_a_thread_stops_the_worker(
+    tmp_path: Path,
+    make_store: Callable[[str], WritableStore],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    store, metrics = make_store("store"), metrics_in(tmp_path)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreWriteError("the disk is full")
+
+    monkeypatch.setattr(ShardWriter, method, full)
+    transfer = FakeTransfer(store.layers)
+
+    def extract() -> None:
+        with Pipeline(transfer, metrics, num_threads=1) as pipeline:
+            for unit in store.units():
+                shard = OpenShard(store.start_shard(unit), store.layers, metrics)
+                with pipeline.open(shard) as opened:
+                    fill(opened, store.sequences_of(unit))
+            pipeline.drain()
+
+    with pytest.raises(StoreWriteError, match="the disk is full"):
+        extract()
+    assert all(arrival.is_released for arrival in transfer.arrivals)
+    assert store.committed() == set()
+    assert metrics.counts.num_tokens == 0
+    assert list((tmp_path / "store").rglob("*.partial")) == []
+
+
+def test_times_of_the_device_are_added_up(
+    tmp_path: Path, make_store: Callable[[str], WritableStore]
+) -> None:
+    store, metrics = make_store("store"), metrics_in(tmp_path)
+    unit = store.units()[0]
+    with Pipeline(FakeTransfer(store.layers), metrics, num_threads=1) as pipeline:
+        with pipeline.open(OpenShard(store.start_shard(unit), store.layers, metrics)) as opened:
+            fill(opened, store.sequences_of(unit))
+        pipeline.drain()
+    assert metrics.fraction("forward") == pytest.approx(2 * metrics.fraction("copy"), rel=0.2)
+    assert metrics.fraction("write") > 0
