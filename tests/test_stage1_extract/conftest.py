@@ -268,9 +268,10 @@ def run_script() -> Callable[..., None]:
 
     def run(script: str, *, device: str = "cpu") -> None:
         interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", script, device],
-            env=os.environ | interpret | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=os.environ | interpret | {"PYTHONPATH": os.pathsep.join(filter(None, folders))},
             capture_output=True,
             text=True,
             check=False,
