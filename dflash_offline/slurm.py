@@ -136,9 +136,36 @@ def batch_run(config: RunConfig) -> BatchRun:
         name=f"{run_dir.name}-{of_path}",
         folder=run_dir / "slurm",
         drafters=tuple(drafter.name for drafter in config.drafter),
+        ranks=_ranks_per_drafter(config),
         command=config.slurm.command or (sys.executable, "-m", "dflash_offline.cli"),
         config=config.slurm,
     )
+
+
+def _ranks_per_drafter(config: RunConfig) -> int:
+    """Processes of each drafter; one array has one shape.
+
+    Raises:
+        ValueError: The drafters differ in it, or the nodes cannot share them evenly.
+    """
+    counts = {
+        drafter.name: drafter_run(config, drafter.name).train.gpus_per_drafter
+        for drafter in config.drafter
+    }
+    ranks = next(iter(counts.values()))
+    if config.slurm.layout == "one-node":
+        return ranks
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"train.gpus_per_drafter differs between drafters ({counts}), and the tasks of one job "
+            "array are alike; write a run file for each number, on the same store"
+        )
+    if ranks % config.slurm.train.nodes:
+        raise ValueError(
+            f"slurm.train.nodes = {config.slurm.train.nodes} cannot share "
+            f"train.gpus_per_drafter = {ranks} evenly; make it a divisor"
+        )
+    return ranks
 
 
 def tasks_left(units: Sequence[Unit], committed: set[Unit], *, num_workers: int) -> list[int]:

@@ -34,14 +34,17 @@ class SlurmExtractConfig(Settings):
 
 
 class SlurmTrainConfig(Settings):
-    """The job array of stage 2: each task is one drafter."""
+    """The job array of stage 2: each task is one drafter, of `train.gpus_per_drafter` processes."""
 
-    gpus: int = Field(default=1, ge=0)
-    """GPUs of a task."""
+    nodes: int = Field(default=1, ge=1)
+    """Nodes of a drafter; they share its processes evenly."""
+    gpus: int | None = Field(default=None, ge=0)
+    """GPUs of a drafter on each node; None takes one for each of its processes there."""
     cpus: int = Field(default=8, ge=1)
-    """CPU cores of a task."""
+    """CPU cores of each process."""
     memory: str | None = None
-    """Main memory of a task, for example `128G`; None takes the cluster's default."""
+    """Main memory of a drafter on each node, for example `128G`; None takes the cluster's
+    default."""
     time: str = Field(default="12:00:00", pattern=_TIME)
     """Time limit of a task; at its end the drafter queues again and goes on from a checkpoint."""
     wait_for_store_s: float = Field(default=3600.0, ge=0.0)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from dflash_offline.slurm_config import SlurmConfig
 
+RANKS_END_WITHIN_S = 600
+"""Seconds after the end of one rank after which the others are ended: time for a checkpoint."""
+
 Script = Sequence[str]
 """Lines of a file."""
 
@@ -20,6 +23,8 @@ class BatchRun:
     folder: Path
     """`slurm/` in the run folder: the files written here, the run's settings, the logs."""
     drafters: tuple[str, ...]
+    ranks: int = 1
+    """Processes of each drafter, one a GPU."""
     command: tuple[str, ...]
     """Words that start dflash-offline on a node."""
     config: SlurmConfig
@@ -96,20 +101,25 @@ def extract_script(run: BatchRun) -> Script:
 
 
 def train_script(run: BatchRun) -> Script:
-    """Stage 2 as a job array: one drafter a task."""
+    """Stage 2 as a job array: one drafter a task, its ranks started by srun."""
     job = run.config.train
+    ranks_of_node = run.ranks // job.nodes
+    several = f", trained by {run.ranks} processes on {job.nodes} nodes" if run.ranks > 1 else ""
     return [
         *_intro(
-            f"Stage 2 of {run.name}: one drafter a task. It waits for the store's first shards",
-            "and goes on from the drafter's last checkpoint, if there is one.",
+            f"Stage 2 of {run.name}: one drafter a task{several}.",
+            "It waits for the store's first shards and goes on from the drafter's last",
+            "checkpoint, if there is one.",
         ),
         *_options(
             run,
             stage="train",
             log="train-%a.log",
             array=array_text(range(len(run.drafters))),
+            nodes=job.nodes,
+            tasks=run.ranks,
             cpus=job.cpus,
-            gpus=job.gpus,
+            gpus=ranks_of_node if job.gpus is None else job.gpus,
             memory=job.memory,
             time=job.time,
             more=job.sbatch_lines,
@@ -120,7 +130,8 @@ def train_script(run: BatchRun) -> Script:
         "drafter=${drafters[SLURM_ARRAY_TASK_ID]}",
         "",
         *_compile_caches(run, folder='"$drafter"'),
-        f"{_srun(run, cpus=job.cpus)} \\",
+        *(_RANKS if run.ranks > 1 else ()),
+        f"{_srun(run, nodes=job.nodes, tasks=run.ranks, cpus=job.cpus)} \\",
         f"  {_words(run.command)} train {_word(run.run_file)} \\",
         f'  --drafter "$drafter" --set train.wait_for_store_s={job.wait_for_store_s} &',
         "children+=($!)",
@@ -224,6 +235,8 @@ def _options(
     time: str,
     more: Sequence[str],
     array: str | None = None,
+    nodes: int = 1,
+    tasks: int = 1,
     is_stoppable: bool = True,
 ) -> Script:
     """The `#SBATCH` lines; the run's own come last, where they override ours."""
@@ -231,8 +244,9 @@ def _options(
     options: Mapping[str, str | int | None] = {
         "job-name": run.job_name(stage),
         "array": array,
-        "nodes": 1,
-        "ntasks": 1,
+        "nodes": nodes,
+        "ntasks": tasks,
+        "ntasks-per-node": tasks // nodes if nodes > 1 else None,
         "cpus-per-task": cpus,
         "mem": memory,
         "time": time,
@@ -277,11 +291,19 @@ def _compile_caches(run: BatchRun, *, folder: str) -> Script:
     ]
 
 
-def _srun(run: BatchRun, *, cpus: int) -> str:
+def _srun(run: BatchRun, *, nodes: int = 1, tasks: int = 1, cpus: int) -> str:
     """The start of a job step. Under srun a preempted process is told at once, not at the end."""
-    return shlex.join(
-        ["srun", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus}", *run.config.srun_options]
-    )
+    words = ["srun", f"--nodes={nodes}", f"--ntasks={tasks}", f"--cpus-per-task={cpus}"]
+    words += [f"--ntasks-per-node={tasks // nodes}"] if nodes > 1 else []
+    # Ranks end together; after one that died the others would wait for it for ever.
+    words += [f"--wait={RANKS_END_WITHIN_S}"] if tasks > 1 else []
+    return shlex.join([*words, *run.config.srun_options])
+
+
+_RANKS = (
+    "# srun starts the ranks, not torchrun, which ignores USR1 and turns exit code 75 into 1. They",
+    "# meet on the first node, unless MASTER_ADDR and MASTER_PORT say otherwise.",
+)
 
 
 _STOP = (

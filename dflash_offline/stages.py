@@ -137,21 +137,20 @@ def run_training(
 
     A process that torchrun or srun started is a rank already.
     """
-    run = drafter_run(config, drafter_name)
-    num_ranks = run.train.gpus_per_drafter
-    if num_ranks > 1:
-        from dflash_offline.rank_launch import run_ranks
-        from stage2_train.ranks import ALONE, find_ranks
+    from stage2_train.ranks import ALONE, find_ranks
 
-        if find_ranks(os.environ) == ALONE:
-            _start_run(config)
-            return run_ranks(
-                [*_command("train", run_file, overrides), "--drafter", drafter_name],
-                num_ranks=num_ranks,
-                log_dir=run.drafter_dir / "ranks",
-            )
-    else:
+    run = drafter_run(config, drafter_name)
+    ranks, num_ranks = find_ranks(os.environ), run.train.gpus_per_drafter
+    if ranks.is_first:
         _start_run(config)
+    if num_ranks > 1 and ranks == ALONE:
+        from dflash_offline.rank_launch import run_ranks
+
+        return run_ranks(
+            [*_command("train", run_file, overrides), "--drafter", drafter_name],
+            num_ranks=num_ranks,
+            log_dir=run.drafter_dir / "ranks",
+        )
     from stage2_train.train import train_drafter
 
     return train_drafter(run)

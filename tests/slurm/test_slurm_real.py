@@ -1,9 +1,8 @@
 """Whole runs as jobs of a real Slurm on this machine: signalled, preempted, cancelled, killed."""
 
-import importlib.util
-import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -11,17 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import tomli_w
-import torch
-from transformers import AutoModelForCausalLM
 
 from storage.reader import open_store
 from storage.writer import open_for_writing
 
 HERE = Path(__file__).parent
+TINY_RUN = runpy.run_path(str(HERE.parent / "tiny_run.py"))
 PORT_BASE = "17300"
 LIMIT_S = 240.0
 """Longest wait for anything; several times what an idle machine needs."""
@@ -42,6 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         **os.environ,
         "SLURM_SANDBOX": str(sandbox),
         "PORT_BASE": PORT_BASE,
+        "NODES": "2",
         "SLURM_CONF": str(sandbox / "etc" / "slurm.conf"),
         "OMP_NUM_THREADS": "1",
     }
@@ -59,26 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer target, and conversations for four units of its states."""
-    folder = tmp_path_factory.mktemp("inputs")
-    families = _load(HERE.parent / "test_stage1_extract" / "conftest.py")
-    config = families.target_config("llama")
-    config.num_hidden_layers = 2
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "target")
-    families.build_tokenizer("chatml").save_pretrained(folder / "target")
-    lines = [
-        {
-            "id": f"c{number}",
-            "messages": [
-                {"role": "user", "content": f"question {number} " * 10},
-                {"role": "assistant", "content": f"answer {number} and so on, " * 30},
-            ],
-        }
-        for number in range(40)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "conversations.jsonl").write_text(text)
-    return folder
+    return TINY_RUN["make_inputs"](tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +78,8 @@ class Run:
         *,
         environment: dict[str, str],
         num_drafters: int = 1,
+        ranks: int = 1,
+        parallel: str = "ddp",
         **slurm: object,
     ):
         self.folder = folder
@@ -106,35 +87,14 @@ class Run:
         self.nap(extract=0.0, train=0.0)
         self.waiting_since_s: dict[str, float] = {}
         cheap = {"cpus": 2, "time": "10"}
-        tables = {
-            "run_dir": str(folder / "run"),
-            "target": {"model": str(inputs / "target"), "dtype": "float32"},
-            "data": {
-                "conversations": [str(inputs / "conversations.jsonl")],
-                "max_sequence_tokens": 1024,
-            },
-            "store": {"encoding": "bf16", "target_layer_ids": [0, 1], "shard_bytes": 1_000_000},
-            "extract": {"batch_tokens": 1024, "num_workers": 1, "stop_grace_s": 1.0},
-            "train": {
-                "epochs": 100,
-                "max_steps": 20,
-                "batch_tokens": 512,
-                "num_anchors": 16,
-                "checkpoint_steps": 10,
-                "validation_steps": 20,
-                "validation_sequences": 2,
-            },
-            "drafter": [
-                {"name": "one", "num_layers": 1, "block_size": 4},
-                {"name": "two", "num_layers": 2, "block_size": 4},
-            ][:num_drafters],
-            "slurm": {
-                "command": [sys.executable, str(HERE / "slow_cli.py")],
-                "local_dir": str(folder),
-                "extract": {"tasks": 2, **cheap},
-                "train": cheap,
-                "node": {"time": "10"},
-            },
+        tables = TINY_RUN["run_tables"](folder / "run", inputs, num_drafters=num_drafters)
+        tables["train"] |= {"gpus_per_drafter": ranks, "parallel": parallel}
+        tables["slurm"] = {
+            "command": [sys.executable, str(TINY_RUN["SLOW_CLI"])],
+            "local_dir": str(folder),
+            "extract": {"tasks": 2, **cheap},
+            "train": cheap,
+            "node": {"time": "10"},
         }
         for key, value in slurm.items():
             table = tables["slurm"]
@@ -170,6 +130,11 @@ class Run:
 
     def digest(self) -> str:
         return open_store(self.folder / "run" / "store").content_digest()
+
+    def weights(self) -> bytes:
+        """The last checkpoint of the first drafter."""
+        checkpoint = self.folder / "run" / "drafters" / "one" / "checkpoints" / "step-00000020"
+        return (checkpoint / "model.safetensors").read_bytes()
 
     def num_committed(self) -> int:
         if not (self.folder / "run" / "store" / "store.json").exists():
@@ -273,8 +238,8 @@ def test_preempted_jobs_go_on(make_run, plain_digest):
     run.nap(extract=1.0, train=1.5)
     run.dflash("slurm")
     run.wait_for(lambda: "from step 0" in run.log("train-0"), "training has not begun")
-    arguments = ["--partition=gpu", "--exclusive", "--wrap=true", "--output=/dev/null"]
-    run.slurm("sbatch", *arguments)
+    arguments = ["--partition=gpu", "--nodes=2", "--exclusive", "--wrap=true"]
+    run.slurm("sbatch", *arguments, "--output=/dev/null")
     run.wait_for(lambda: "stopped after step" in run.log("train-0"), "not preempted")
     run.nap(extract=0.0, train=0.0)
     run.wait_for_end()
@@ -338,6 +303,39 @@ def test_one_node_runs_both_stages_on_disjoint_gpus(make_run, plain_digest):
     assert not gpus["extract"] & gpus["train"]
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_drafter_on_two_nodes_is_signalled_and_resumed(
+    make_run, inputs, tmp_path_factory, parallel
+):
+    # Nodes on one machine: their names are no addresses.
+    meet = "export MASTER_ADDR=127.0.0.1 MASTER_PORT=17390"
+    run = make_run(ranks=2, parallel=parallel, train={"nodes": 2, "cpus": 1}, setup_lines=[meet])
+    run.nap(train=1.0)
+    run.dflash("extract")
+    job_id = re.search(r"train: job (\d+)", run.dflash("slurm"))[1]
+    run.wait_for(lambda: "step 1/" in run.log("train-0"), "training has not begun")
+    nodes = run.slurm("scontrol", "show", "job", f"{job_id}_0")
+    assert "NodeList=n[0-1]" in nodes
+    run.slurm("scancel", "--signal=USR1", "--batch", f"{job_id}_0")
+    run.wait_for(lambda: "stopped after step" in run.log("train-0"), "the ranks did not stop")
+    run.nap(train=0.0)
+    run.wait_for_end()
+    assert "restart 1" in run.log("train-0")
+    assert "resuming" in run.log("train-0")
+    assert "all done" in run.dflash("slurm", "finalize")
+
+    plain = Run(
+        tmp_path_factory.mktemp("two-ranks"),
+        inputs,
+        environment=dict(os.environ),
+        ranks=2,
+        parallel=parallel,
+    )
+    plain.dflash("extract")
+    plain.dflash("train")
+    assert run.weights() == plain.weights()
+
+
 def _kill_worker(folder: Path) -> None:
     """SIGKILLs the extraction worker of a run, as running out of memory does."""
     for process in Path("/proc").glob("[0-9]*"):
@@ -348,12 +346,3 @@ def _kill_worker(folder: Path) -> None:
         is_ours = any(word.startswith(bytes(folder)) for word in words)
         if is_ours and b"extract" in words and b"python" in words[0]:
             os.kill(int(process.name), signal.SIGKILL)
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

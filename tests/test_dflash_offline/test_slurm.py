@@ -92,6 +92,28 @@ class FakeSlurm:
         return [" ".join(each) for each in words if each[0] in names]
 
 
+MIXED = RUN_FILE.replace('"large"', '"large"\ntrain = {gpus_per_drafter = 2}')
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "fault"),
+    [
+        (MIXED, [], "differs between drafters"),
+        (RUN_FILE, ["train.gpus_per_drafter=3", "slurm.train.nodes=2"], "cannot share"),
+    ],
+)
+def test_one_array_has_one_shape(tmp_path, text, overrides, fault):
+    (tmp_path / "run.toml").write_text(text)
+    config = load_run_file(tmp_path / "run.toml", overrides=overrides)
+    with pytest.raises(ValueError, match=fault):
+        slurm.batch_run(config)
+
+
+def test_one_node_takes_drafters_of_any_number_of_gpus(tmp_path):
+    (tmp_path / "run.toml").write_text(MIXED)
+    slurm.batch_run(load_run_file(tmp_path / "run.toml", overrides=["slurm.layout=one-node"]))
+
+
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """A fake Slurm in front of the PATH."""

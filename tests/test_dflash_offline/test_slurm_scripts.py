@@ -18,7 +18,8 @@ GOLDEN = Path(__file__).parent / "golden_slurm"
 # Options of sbatch and srun in every release from 22.05 to 25.11.
 KNOWN_OPTIONS = {
     *("account", "array", "cpus-per-task", "gres", "job-name", "mem", "nodes", "ntasks"),
-    *("open-mode", "output", "partition", "requeue", "signal", "time", "exact"),
+    *("open-mode", "output", "partition", "requeue", "signal", "time", "exact", "wait"),
+    "ntasks-per-node",
 }
 PLAIN = {"command": ("dflash-offline",)}
 SITE = {
@@ -38,15 +39,17 @@ CASES = {
     "plain": PLAIN,
     "site": SITE,
     "one-node": {**PLAIN, "layout": "one-node"},
+    "two-nodes": {**PLAIN, "ranks": 8, "train": {"nodes": 2, "cpus": 4}},
 }
 
 
-def make_batch_run(folder: Path = Path("/runs/demo/slurm"), **settings) -> BatchRun:
+def make_batch_run(folder: Path = Path("/runs/demo/slurm"), ranks=1, **settings) -> BatchRun:
     config = SlurmConfig(**settings)
     return BatchRun(
         name="demo-0123abcd",
         folder=folder,
         drafters=("small", "large"),
+        ranks=ranks,
         command=config.command,
         config=config,
     )
@@ -85,6 +88,17 @@ def test_a_retried_array_still_knows_the_number_of_workers():
     text = scripts(make_batch_run(**PLAIN, extract={"tasks": 12}))["extract"]
     assert "num_workers=12\n" in text
     assert "$SLURM_ARRAY_TASK_COUNT" not in text
+
+
+def test_a_drafter_of_many_ranks_has_a_gpu_for_each_on_every_node():
+    text = scripts(make_batch_run(**CASES["two-nodes"]))["train"]
+    for line in ("--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--gres=gpu:4"):
+        assert f"#SBATCH {line}\n" in text
+    (srun,) = re.findall(r"^srun .*$", text, flags=re.M)
+    assert "--nodes=2 --ntasks=8 --cpus-per-task=4 --ntasks-per-node=4 --wait=600" in srun
+    alone = scripts(make_batch_run(**PLAIN))["train"]
+    assert "#SBATCH --gres=gpu:1\n" in alone
+    assert "--wait" not in alone
 
 
 @given(st.sets(st.integers(0, 1000), min_size=1))
