@@ -57,6 +57,13 @@ class PackedBatch:
     num_seen_pairs: int
     """Pairs of a query and a key that it may see, in a layer without a window."""
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Stored bytes of the real tokens' states: what was read for them."""
+        parts = [part for layer in self.layers for part in (layer.data, layer.scales)]
+        num_bytes = sum(part.nbytes for part in parts if part is not None)
+        return num_bytes * self.num_real_tokens // len(self.positions)
+
     def to(self, device: torch.device) -> "PackedBatch":
         """Copies to a device, without waiting where the source is pinned."""
         moved: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float32
 from stage2_train.architecture import DrafterArchitecture
 from stage2_train.batches import Window, draw_window, pack
 from stage2_train.blocks import offset_weights
+from stage2_train.clock import DeviceClock
 from stage2_train.collate import PackedBatch, collate
 from stage2_train.config import DrafterRun, TrainConfig
 from storage.errors import StoreNotFoundError
@@ -49,6 +50,8 @@ class BatchMaker:
     is_divided_by_blocks: bool
     read_ahead_bytes: int
     device: torch.device
+    copies: DeviceClock | None = None
+    """Counts the time that copies to a GPU take, beside its computing."""
 
     @property
     def full_weight_sum(self) -> float:
@@ -64,7 +67,9 @@ class BatchMaker:
         on_host = self._on_host(snapshot, planned, epoch=epoch)
         if self.device.type != "cuda":
             return on_host
-        return _copied_ahead(_made_ahead(on_host), self.device)
+        return _copied_ahead(
+            _made_ahead(on_host), self.device, self.copies or DeviceClock(self.device)
+        )
 
     def _on_host(
         self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], *, epoch: int
@@ -96,7 +101,11 @@ class BatchMaker:
 
 
 def make_batch_maker(
-    train: TrainConfig, architecture: DrafterArchitecture, device: torch.device
+    train: TrainConfig,
+    architecture: DrafterArchitecture,
+    device: torch.device,
+    *,
+    copies: DeviceClock | None = None,
 ) -> BatchMaker:
     """Gathers what batches depend on from the settings."""
     layer_names = tuple(layer_name(i) for i in architecture.target_layer_ids)
@@ -119,6 +128,7 @@ def make_batch_maker(
         is_divided_by_blocks=is_paced,
         read_ahead_bytes=train.read_ahead_bytes,
         device=device,
+        copies=copies,
     )
 
 
@@ -231,24 +241,29 @@ def _made_ahead(batches: Generator[T, None, None]) -> Generator[T, None, None]:
             batches.close()
 
 
-def _copied_ahead(batches: Iterator[PackedBatch], device: torch.device) -> Iterator[PackedBatch]:
+def _copied_ahead(
+    batches: Iterator[PackedBatch], device: torch.device, copies: DeviceClock
+) -> Iterator[PackedBatch]:
     """Copies the next batch to the device on a side stream while the current one is used."""
     side = torch.cuda.Stream(device)
-    upcoming = _start_copy(batches, device, side)
+    upcoming = _start_copy(batches, device, side, copies)
     while upcoming is not None:
         # The copy was started a step ago: as a rule the stream finds it done.
         torch.cuda.current_stream(device).wait_stream(side)
         batch = upcoming
         batch.record_stream(torch.cuda.current_stream(device))
-        upcoming = _start_copy(batches, device, side)
+        upcoming = _start_copy(batches, device, side, copies)
         yield batch
 
 
 def _start_copy(
-    batches: Iterator[PackedBatch], device: torch.device, side: torch.cuda.Stream
+    batches: Iterator[PackedBatch],
+    device: torch.device,
+    side: torch.cuda.Stream,
+    copies: DeviceClock,
 ) -> PackedBatch | None:
     batch = next(batches, None)
     if batch is None:
         return None
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), copies.span():
         return batch.to(device)

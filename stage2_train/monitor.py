@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stage2_train.architecture import DrafterArchitecture
+from stage2_train.clock import DeviceClock
 from stage2_train.collate import PackedBatch
 from stage2_train.flops import measured_peak_flops, step_flops
 from stage2_train.metrics import BlockSums, summarize, total
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # Above this share of a step the reader, not the arithmetic, sets the pace.
 BAD_WAIT_FRACTION = 0.05
+# Below this, a noticeable part of the arithmetic is padding.
+GOOD_FILL_FRACTION = 0.85
 # Below this, a step is so small that handing over a batch shows in it.
 SHORT_STEP_S = 0.05
 
@@ -34,7 +37,11 @@ class Interval:
     num_tokens: int = 0
     num_blocks: int = 0
     num_flops: int = 0
+    num_state_bytes: int = 0
+    token_room: int = 0
+    block_room: int = 0
     wait_s: float = 0.0
+    copy_s: float = 0.0
 
     def __add__(self, other: "Interval") -> "Interval":
         """Both ranks' work; the slower reader sets the pace."""
@@ -44,7 +51,11 @@ class Interval:
             num_tokens=self.num_tokens + other.num_tokens,
             num_blocks=self.num_blocks + other.num_blocks,
             num_flops=self.num_flops + other.num_flops,
+            num_state_bytes=self.num_state_bytes + other.num_state_bytes,
+            token_room=self.token_room + other.token_room,
+            block_room=self.block_room + other.block_room,
             wait_s=max(self.wait_s, other.wait_s),
+            copy_s=max(self.copy_s, other.copy_s),
         )
 
 
@@ -64,6 +75,7 @@ class Monitor:
     ) -> None:
         self.metrics_path = drafter_dir / "metrics.jsonl"
         self.device, self.architecture, self.ranks = device, architecture, ranks
+        self.waits, self.copies = DeviceClock(device), DeviceClock(device)
         self.tensorboard: SummaryWriter | None = None
         self.peak_flops = measured_peak_flops(device) if device.type == "cuda" else None
 
@@ -97,12 +109,14 @@ class Monitor:
             num_tokens=batch.num_real_tokens,
             num_blocks=batch.num_real_blocks,
             num_flops=num_flops,
+            num_state_bytes=batch.num_state_bytes,
+            token_room=len(batch.positions),
+            block_room=len(batch.context_start),
         )
 
-    def end_step(self, *, wait_s: float) -> None:
-        """Takes note of an update, and of the time its batches were waited for."""
+    def end_step(self) -> None:
+        """Takes note of an update."""
         self._num_steps += 1
-        self._interval.wait_s += wait_s
 
     def pause(self) -> "_Pause":
         """Gives a context whose time no step is charged for."""
@@ -142,7 +156,9 @@ class Monitor:
             "tokens_per_s": done.num_tokens / elapsed_s,
             "block_tokens_per_s": done.num_blocks * self.architecture.block_size / elapsed_s,
             "blocks_per_s": done.num_blocks / elapsed_s,
-            "wait_fraction": done.wait_s / elapsed_s,
+            **time_shares(done, elapsed_s=elapsed_s),
+            "token_fill_fraction": done.num_tokens / done.token_room,
+            "block_fill_fraction": done.num_blocks / done.block_room,
             "flops_per_s": done.num_flops / elapsed_s,
             "num_ranks": self.ranks.size,
             **_memory(self.device),
@@ -159,7 +175,8 @@ class Monitor:
     def _of_all_ranks(self) -> Interval:
         mine = self._interval
         if mine.sums is not None:
-            mine.sums = mine.sums.to("cpu")
+            mine.sums = mine.sums.to("cpu")  # Waits for the device: its spans have ended.
+        mine.wait_s, mine.copy_s = self.waits.take_s(), self.copies.take_s()
         first, *others = self.ranks.gather(mine)
         for other in others:
             first += other
@@ -200,6 +217,22 @@ class _Pause:
         self._monitor._start_s += time.perf_counter() - self._begin_s
 
 
+def time_shares(done: Interval, *, elapsed_s: float) -> dict[str, float]:
+    """Gives where the time went, and what the store gave of the bytes that the drafter needs.
+
+    Waiting and computing are shares of the whole. Copying runs beside computing, so it is none of
+    them. The drafter needs its bytes in the time that it computes.
+    """
+    computing_s = max(elapsed_s - done.wait_s, 1e-9)
+    return {
+        "wait_fraction": done.wait_s / elapsed_s,
+        "compute_fraction": computing_s / elapsed_s,
+        "copy_fraction": done.copy_s / elapsed_s,
+        "read_bytes_per_s": done.num_state_bytes / elapsed_s,
+        "read_bytes_per_s_needed": done.num_state_bytes / computing_s,
+    }
+
+
 def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
     """Gives the line a person reads: what is learned, how fast, and what holds it up."""
     first_offsets = record["accuracy_by_offset"][:4]
@@ -210,7 +243,9 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
         f"sim {record['simulated_acceptance_length']:.2f} | "
         f"{thousands(record['tokens_per_s'])} tok/s "
         f"{thousands(record['block_tokens_per_s'])} block tok/s | "
-        f"{execution_words(record)} | wait {record['wait_fraction']:.1%}"
+        f"{execution_words(record)} | wait {record['wait_fraction']:.1%} "
+        f"copy {record['copy_fraction']:.1%} compute {record['compute_fraction']:.1%} "
+        f"read {record['read_bytes_per_s'] / 1e9:.2g} GB/s"
     )
     if "memory_peak_bytes" in record:
         line += (
@@ -218,9 +253,32 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
             f"/{record['memory_total_bytes'] / 2**30:.0f} GiB"
             f" retries {record['memory_retries']}"
         )
+    warnings = warning_words(record)
+    return f"{line} | {warnings}" if warnings else line
+
+
+def warning_words(record: Mapping[str, Any]) -> str:
+    """Says in words which numbers of a record are bad, and what to do; empty where none is."""
+    words = []
     if record["wait_fraction"] > BAD_WAIT_FRACTION and record["step_s"] > SHORT_STEP_S:
-        line += " | the store is read slower than the drafter trains: faster disk, or read less"
-    return line
+        words.append(
+            f"waiting for data {record['wait_fraction']:.0%}: the store gives "
+            f"{record['read_bytes_per_s'] / 1e9:.2g} GB/s, this drafter needs "
+            f"{record['read_bytes_per_s_needed'] / 1e9:.2g}: a faster disk, or a smaller encoding"
+        )
+    if record["block_fill_fraction"] < GOOD_FILL_FRACTION:
+        words.append(
+            f"only {record['block_fill_fraction']:.0%} of the blocks are real: the data has fewer "
+            "supervised positions than train.num_anchors"
+        )
+    if record["token_fill_fraction"] < GOOD_FILL_FRACTION:
+        words.append(
+            f"only {record['token_fill_fraction']:.0%} of a batch are tokens: "
+            "train.batch_tokens suits other lengths"
+        )
+    if record.get("memory_retries"):
+        words.append("the GPU's memory is nearly full: allocations were tried again")
+    return "; ".join(words)
 
 
 def execution_words(record: Mapping[str, Any]) -> str:

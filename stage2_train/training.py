@@ -1,14 +1,13 @@
 """A running training: epochs, steps, validations, checkpoints."""
 
 import importlib.metadata
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
-from stage2_train.batches import Window, share_steps
+from stage2_train.batches import Share, Window, share_steps
 from stage2_train.checkpoint import remove_old_checkpoints, save_checkpoint
 from stage2_train.collate import PackedBatch
 from stage2_train.compile import Evidence
@@ -29,8 +28,17 @@ from stage2_train.target_head import TargetHead
 from stage2_train.validation import validate
 from storage.reader import Snapshot
 
-T = TypeVar("T")
 Ending = Literal["epoch", "done", "stopped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatches:
+    """The batches of one update that this rank computes."""
+
+    arriving: Iterator[PackedBatch]
+    num_own: int
+    num_all: int
+    """Batches of the update over all ranks."""
 
 
 @dataclass
@@ -71,10 +79,8 @@ class Training:
         )
         if position.step >= steps:
             return position, "done"
-        for batches, num_batches, wait_s in self._steps(snapshot, planned, position):
-            position, is_stopped = self.step(
-                batches, position, steps=steps, num_batches=num_batches, wait_s=wait_s, stop=stop
-            )
+        for batches in self._steps(snapshot, planned, position):
+            position, is_stopped = self.step(batches, position, steps=steps, stop=stop)
             is_last = position.step >= steps
             if is_last or position.step % train.validation_steps == 0:
                 self.validate(snapshot, position)
@@ -86,8 +92,8 @@ class Training:
 
     def _steps(
         self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], position: Position
-    ) -> Iterator[tuple[list[PackedBatch], int, float]]:
-        """Yields this rank's batches of each step, how many all ranks have, and the wait."""
+    ) -> Iterator[StepBatches]:
+        """Yields the batches of each step that this rank computes, read ahead."""
         left = planned[position.batch :]
         shares = list(
             share_steps(
@@ -98,33 +104,32 @@ class Training:
             )
         )
         windows = [share.windows for of_step in shares for share in of_step]
-        arriving = timed(self.batches.batches(snapshot, windows, epoch=position.epoch))
+        arriving = self.batches.batches(snapshot, windows, epoch=position.epoch)
         for number, of_step in enumerate(shares):
-            arrived = [next(arriving) for _ in of_step]
-            batches = [
-                without_weights(batch) if share.is_filler else batch
-                for share, (batch, _) in zip(of_step, arrived, strict=True)
-            ]
-            num_batches = min(self.batches_per_step, len(left) - number * self.batches_per_step)
-            yield batches, num_batches, sum(wait_s for _, wait_s in arrived)
+            yield StepBatches(
+                arriving=self._arriving(arriving, of_step),
+                num_own=len(of_step),
+                num_all=min(self.batches_per_step, len(left) - number * self.batches_per_step),
+            )
+
+    def _arriving(
+        self, batches: Iterator[PackedBatch], of_step: Sequence[Share]
+    ) -> Iterator[PackedBatch]:
+        for share in of_step:
+            with self.monitor.waits.span():
+                batch = next(batches)
+            yield without_weights(batch) if share.is_filler else batch
 
     def step(
-        self,
-        batches: Sequence[PackedBatch],
-        position: Position,
-        *,
-        steps: int,
-        num_batches: int,
-        wait_s: float,
-        stop: StopSignals,
+        self, batches: StepBatches, position: Position, *, steps: int, stop: StopSignals
     ) -> tuple[Position, bool]:
         """Makes one update and reports where a report is due; says whether a rank was stopped."""
         train = self.run.train
         rate = learning_rate(position.step, total_steps=steps, config=train.optimizer)
         is_stopped = self._sum_gradients(batches, stop)
         gradient_norm = self.optimizer.step(rate)
-        self.monitor.end_step(wait_s=wait_s)
-        position = position.after_step(num_batches=num_batches)
+        self.monitor.end_step()
+        position = position.after_step(num_batches=batches.num_all)
         if position.step % train.log_steps == 0 or position.step in (1, steps):
             self.monitor.report(
                 step=position.step,
@@ -136,14 +141,14 @@ class Training:
             )
         return position, is_stopped
 
-    def _sum_gradients(self, batches: Sequence[PackedBatch], stop: StopSignals) -> bool:
+    def _sum_gradients(self, batches: StepBatches, stop: StopSignals) -> bool:
         """Leaves the step's gradient in the parameters; says whether any rank was told to stop."""
         loss = self.run.train.loss
-        is_only_one = len(batches) == self.ranks.size == 1
+        is_only_one = batches.num_own == self.ranks.size == 1
         # What several batches are divided by is known when all are through.
         weight_sum = None if is_only_one else self.batches.full_weight_sum
-        is_compiled = True
-        for number, batch in enumerate(batches):
+        is_compiled, own_weight = True, 0.0
+        for number, batch in enumerate(batches.arriving):
             if number > 0:
                 self.gradients.add()
             result = batch_loss(
@@ -159,12 +164,11 @@ class Training:
             )
             result.loss.backward()
             is_compiled = is_compiled and result.is_compiled
+            own_weight += batch.weight_sum
             if batch.num_real_tokens > 0:
                 self.monitor.add(batch, result.sums)
         self.evidence.add_step(is_compiled=is_compiled)
-        weight, num_stopped = self.ranks.sum(
-            sum(batch.weight_sum for batch in batches), float(stop.is_set())
-        )
+        weight, num_stopped = self.ranks.sum(own_weight, float(stop.is_set()))
         if not is_only_one:
             self.gradients.finish(self.batches.full_weight_sum / max(weight, 1e-30))
         return num_stopped > 0
@@ -180,7 +184,8 @@ class Training:
                 snapshot,
                 head=self.head,
                 decoders=self.decoders,
-                batches=self.batches,
+                # Its copies are no part of the steps' time.
+                batches=replace(self.batches, copies=None),
                 num_sequences=self.run.train.validation_sequences,
                 loss=self.run.train.loss,
                 fast_path=self.fast_path,
@@ -225,18 +230,6 @@ def without_weights(batch: PackedBatch) -> PackedBatch:
         num_real_tokens=0,
         num_real_blocks=0,
     )
-
-
-def timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
-    """Yields each batch with the seconds that were spent waiting for it."""
-    iterator = iter(batches)
-    while True:
-        start_s = time.perf_counter()
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return
-        yield batch, time.perf_counter() - start_s
 
 
 def versions() -> dict[str, str]:

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from stage2_train.monitor import (
+    Interval,
     Monitor,
     forget_after,
     live_line,
     scalars,
     thousands,
+    time_shares,
     validation_line,
+    warning_words,
 )
 
 RECORD = {
@@ -25,6 +28,12 @@ RECORD = {
     "block_tokens_per_s": 900.0,
     "execution": "eager",
     "wait_fraction": 0.003,
+    "copy_fraction": 0.04,
+    "compute_fraction": 0.997,
+    "read_bytes_per_s": 0.41e9,
+    "read_bytes_per_s_needed": 0.9e9,
+    "token_fill_fraction": 0.98,
+    "block_fill_fraction": 1.0,
 }
 
 
@@ -32,13 +41,33 @@ def test_live_line_says_what_matters():
     line = live_line(RECORD, total_steps=800)
     assert line == (
         "step 120/800 250ms loss 3.210 acc 1.00 .50 .25 sim 1.45 | "
-        "12.3k tok/s 900 block tok/s | eager | wait 0.3%"
+        "12.3k tok/s 900 block tok/s | eager | wait 0.3% copy 4.0% compute 99.7% read 0.41 GB/s"
     )
 
 
 def test_waiting_for_data_is_said_in_words():
     slow = live_line(RECORD | {"wait_fraction": 0.31}, total_steps=800)
-    assert "the store is read slower than the drafter trains" in slow
+    assert (
+        "waiting for data 31%: the store gives 0.41 GB/s, this drafter needs 0.9: a faster disk"
+        in slow
+    )
+
+
+def test_padding_is_said_in_words():
+    assert "only 60% of the blocks are real" in warning_words(RECORD | {"block_fill_fraction": 0.6})
+    assert "only 60% of a batch are tokens" in warning_words(RECORD | {"token_fill_fraction": 0.6})
+    assert warning_words(RECORD) == ""
+
+
+def test_the_store_must_give_its_bytes_while_the_drafter_computes():
+    done = Interval(num_state_bytes=600, wait_s=4.0, copy_s=1.0)
+    assert time_shares(done, elapsed_s=10.0) == {
+        "wait_fraction": 0.4,
+        "compute_fraction": 0.6,
+        "copy_fraction": 0.1,
+        "read_bytes_per_s": 60.0,
+        "read_bytes_per_s_needed": 100.0,
+    }
 
 
 def test_memory_is_shown_on_a_gpu():
