@@ -3,50 +3,15 @@
 Heavy packages are imported inside the commands, so that `--help` answers at once.
 """
 
-import functools
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
 from dflash_offline import __version__
+from dflash_offline.command_line import one_line_errors, run_file_command
 from dflash_offline.launched import stop_with_launcher
-
-EXIT_BAD_INPUT = 2
-TRACEBACK_VARIABLE = "DFLASH_OFFLINE_TRACEBACK"
-
-
-def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Turns a user's error into one line and exit code 2; a bug keeps its traceback."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except (ValueError, OSError) as error:
-            if os.environ.get(TRACEBACK_VARIABLE):
-                raise
-            message = " ".join(str(error).split())
-            click.echo(f"error: {message}", err=True)
-            sys.exit(EXIT_BAD_INPUT)
-
-    return wrapped
-
-
-def _run_file_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the run file, `--set` and the error handling that most commands share."""
-    command = _one_line_errors(command)
-    command = click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="TABLE.KEY=VALUE",
-        help="Override one setting of the run file; may be repeated.",
-    )(command)
-    return click.argument("run_file", type=click.Path(path_type=Path))(command)
+from dflash_offline.store_commands import store
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -60,7 +25,7 @@ def main() -> None:
 
 
 @main.command()
-@_run_file_command
+@run_file_command
 @click.option("--measure", is_flag=True, help="Load the target and time it for 20 seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(run_file: Path, overrides: tuple[str, ...], measure: bool, as_json: bool) -> None:
@@ -79,7 +44,7 @@ def plan(run_file: Path, overrides: tuple[str, ...], measure: bool, as_json: boo
 
 
 @main.command()
-@_run_file_command
+@run_file_command
 @click.option("--worker", "worker_index", type=click.IntRange(min=0), help="Be one worker.")
 @click.option("--num-workers", type=click.IntRange(min=1), help="Workers in all, with --worker.")
 @click.option("--strict", is_flag=True, help="Stop at the first unusable line (data.strict).")
@@ -109,7 +74,7 @@ def extract(
 
 
 @main.command()
-@_run_file_command
+@run_file_command
 @click.option("--drafter", "drafter_name", help="Train this drafter alone, in this process.")
 def train(run_file: Path, overrides: tuple[str, ...], drafter_name: str | None) -> None:
     """Stage 2: train every drafter of the run file, each in a process of its own."""
@@ -125,7 +90,7 @@ def train(run_file: Path, overrides: tuple[str, ...], drafter_name: str | None) 
 
 
 @main.command(name="eval")
-@_run_file_command
+@run_file_command
 @click.option("--drafter", "drafter_names", multiple=True, help="Only this drafter.")
 @click.option("--folder", type=click.Path(path_type=Path), help="A drafter folder from anywhere.")
 @click.option("--watch", is_flag=True, help="Follow the run's checkpoints until training ends.")
@@ -145,7 +110,7 @@ def evaluate(
 
 
 @main.command()
-@_run_file_command
+@run_file_command
 @click.option("--drafter", "drafter_names", multiple=True, help="Only this drafter.")
 @click.option(
     "--format",
@@ -168,7 +133,7 @@ def export(
 
 
 @main.command()
-@_run_file_command
+@run_file_command
 def regenerate(run_file: Path, overrides: tuple[str, ...]) -> None:
     """Let the target answer the prompts itself; the answers are the data to train on."""
     from dflash_offline.config import load_run_file
@@ -194,7 +159,7 @@ def slurm() -> None:
 
 
 @slurm.command()
-@_run_file_command
+@run_file_command
 @click.option("--dry-run", is_flag=True, help="Write the sbatch files, print the commands only.")
 @click.option("--again", is_flag=True, help="Also submit what is done: data or epochs were added.")
 def submit(run_file: Path, overrides: tuple[str, ...], dry_run: bool, again: bool) -> None:
@@ -207,7 +172,7 @@ def submit(run_file: Path, overrides: tuple[str, ...], dry_run: bool, again: boo
 
 
 @slurm.command()
-@_run_file_command
+@run_file_command
 @click.option("--dry-run", is_flag=True, help="Write the sbatch files, print the commands only.")
 def retry(run_file: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     """Submit the array tasks whose work is incomplete and that are not alive, and no others."""
@@ -219,7 +184,7 @@ def retry(run_file: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
 
 
 @slurm.command(name="status")
-@_run_file_command
+@run_file_command
 def slurm_status(run_file: Path, overrides: tuple[str, ...]) -> None:
     """Say how much is committed and trained, and which jobs are alive."""
     from dflash_offline.config import load_run_file
@@ -229,7 +194,7 @@ def slurm_status(run_file: Path, overrides: tuple[str, ...]) -> None:
 
 
 @slurm.command()
-@_run_file_command
+@run_file_command
 def cancel(run_file: Path, overrides: tuple[str, ...]) -> None:
     """Cancel the run's live jobs; everything committed stays."""
     from dflash_offline.config import load_run_file
@@ -239,7 +204,7 @@ def cancel(run_file: Path, overrides: tuple[str, ...]) -> None:
 
 
 @slurm.command()
-@_run_file_command
+@run_file_command
 def finalize(run_file: Path, overrides: tuple[str, ...]) -> None:
     """Count what is done and print the `--array=` of what is left; exit code 75 if anything is."""
     from dflash_offline.config import load_run_file
@@ -252,7 +217,7 @@ def finalize(run_file: Path, overrides: tuple[str, ...]) -> None:
 @click.argument("place", type=str, required=False)
 @click.option("--leave", is_flag=True, help="Leave a mark at PLACE for another host.")
 @click.option("--find", "mark", help="Check the mark that another host left at PLACE.")
-@_one_line_errors
+@one_line_errors
 def doctor(place: str | None, leave: bool, mark: str | None) -> None:
     """Say what is wrong with this machine, and with PLACE for a store (a folder or URL).
 
@@ -263,77 +228,7 @@ def doctor(place: str | None, leave: bool, mark: str | None) -> None:
     sys.exit(diagnose(place, leave=leave, mark=mark))
 
 
-@main.group()
-def store() -> None:
-    """Look into a store, check it, mend it, derive another from it."""
-
-
-@store.command()
-@click.argument("store_dir", type=str)
-@click.option("--sequence", "sequence_id", help="Show this sequence with its loss mask in colour.")
-@_one_line_errors
-def info(store_dir: str, sequence_id: str | None) -> None:
-    """Say what a store holds."""
-    from dflash_offline.stores import print_sequence, print_store
-
-    if sequence_id is None:
-        print_store(store_dir)
-    else:
-        print_sequence(store_dir, sequence_id=sequence_id)
-
-
-@store.command()
-@click.argument("store_dir", type=str)
-@click.option("--full", is_flag=True, help="Read and check every chunk, not only sizes.")
-@_one_line_errors
-def verify(store_dir: str, full: bool) -> None:
-    """Check a store; name every damaged shard, layer and sequence."""
-    from dflash_offline.stores import print_verification
-
-    sys.exit(print_verification(store_dir, full=full))
-
-
-@store.command()
-@click.argument("store_dir", type=str)
-@_one_line_errors
-def repair(store_dir: str) -> None:
-    """Give up damaged shards, so that the next `extract` fills exactly them again."""
-    from dflash_offline.stores import repair_store
-
-    repair_store(store_dir)
-
-
-@store.command()
-@click.argument("store_dir", type=str)
-@_one_line_errors
-def gc(store_dir: str) -> None:
-    """Remove what killed or losing workers left behind, a day old at least."""
-    from dflash_offline.stores import remove_garbage
-
-    remove_garbage(store_dir)
-
-
-@store.command()
-@click.argument("source", type=str)
-@click.argument("target", type=str)
-@_one_line_errors
-def copy(source: str, target: str) -> None:
-    """Copy a store, checked, to a folder or URL; again: only what is missing there."""
-    from dflash_offline.stores import print_copy
-
-    print_copy(source, target)
-
-
-@store.command()
-@click.argument("source_dir", type=str)
-@click.argument("target_dir", type=str)
-@click.option("--encoding", required=True, help="bf16, fp8, int8, int4, int3 or int2.")
-@_one_line_errors
-def encode(source_dir: str, target_dir: str, encoding: str) -> None:
-    """Write a store again with its states in another encoding; resumes where it stopped."""
-    from dflash_offline.stores import encode_store
-
-    encode_store(source_dir, target_dir, encoding=encoding)
+main.add_command(store)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What the `store` commands print: a store's contents, one sequence, the verdict of a check."""
 
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -8,10 +10,10 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from storage.commits import read_commit
 from storage.copy import copy_store
 from storage.derive import derive_store
 from storage.encodings import ENCODINGS, encoded_bytes_per_token
+from storage.joined import JoinedStore, join_stores
 from storage.losses import EncodingLoss, total_losses
 from storage.reader import Snapshot, Store, open_store
 from storage.repair import bury_damaged, collect_garbage
@@ -45,7 +47,7 @@ def print_store(store_dir: str) -> None:
 def _layer_table(store: Store, snapshot: Snapshot) -> Table:
     """Layers with their encoding and what it lost, by the commit records of some shards."""
     shards = range(0, snapshot.num_shards, max(1, snapshot.num_shards // SAMPLED_SHARDS))
-    commits = [read_commit(store.files, snapshot.unit_of_shard(shard)) for shard in shards]
+    commits = [snapshot.commit_of_shard(shard) for shard in shards]
     losses = total_losses(commit.losses for commit in commits)
     measured = f"error and cut values from {len(commits)} of {snapshot.num_shards} shards"
     names = ("layer", "encoding", "bytes a token", "relative error", "values cut")
@@ -81,18 +83,93 @@ def print_sequence(store_dir: str, *, sequence_id: str) -> None:
         console.print(f"layer {name}: state norm median {np.median(row):.1f}, max {row.max():.1f}")
 
 
-def print_verification(store_dir: str, *, full: bool) -> int:
+def print_states(
+    store_dir: str,
+    sequence_id: str,
+    *,
+    layers: Sequence[str] | None,
+    tokens: str | None,
+    num_values: int,
+) -> None:
+    """Prints a line a token: position, id, text, mask, then per layer size and first channels."""
+    store = open_store(store_dir)
+    snapshot = store.snapshot()
+    index = snapshot.index_of(sequence_id)
+    names = list(store.layers) if layers is None else list(layers)
+    unknown = [name for name in names if name not in store.layers]
+    if unknown:
+        raise ValueError(
+            f"{store_dir} has no layer {', '.join(unknown)}; it has {', '.join(store.layers)}"
+        )
+    positions = parse_range(tokens, num_tokens=int(snapshot.num_tokens[index]))
+    token_ids, loss_mask = snapshot.read_tokens(index)
+    states = store.sequence(sequence_id).hidden_states(
+        layers=names, tokens=slice(positions.start, positions.stop)
+    )
+    text_of = _token_text(store)
+    table = Table("position", "token", "text", "mask", *(f"layer {name}" for name in names))
+    for position in positions:
+        row = states[position - positions.start]
+        table.add_row(
+            str(position),
+            str(token_ids[position]),
+            Text(repr(text_of(int(token_ids[position])))[1:-1]),
+            "learnt" if loss_mask[position] else "",
+            *(_values_text(values, num_values) for values in row),
+        )
+    Console().print(table)
+
+
+def parse_range(text: str | None, *, num_tokens: int) -> range:
+    """The positions that `0:20`, `5:`, `-3:` or `7` means; None is all of them."""
+    if text is None:
+        return range(num_tokens)
+    first, colon, last = text.partition(":")
+    try:
+        start = int(first) if first else None
+        stop = (int(last) if last else None) if colon else int(first) + 1
+    except ValueError as error:
+        raise ValueError(f"--tokens {text}: expected a range such as 0:20") from error
+    return range(num_tokens)[slice(start, stop or None)]
+
+
+def _values_text(values: np.ndarray, num_values: int) -> str:
+    shown = " ".join(f"{value:.3g}" for value in values[:num_values])
+    return f"|{np.linalg.norm(values):.4g}| {shown}".rstrip()
+
+
+def _token_text(store: Store) -> Callable[[int], str]:
+    """Gives a token's text; its id where the store has no tokenizer to read (an imported one)."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(store.head_bytes("tokenizer/tokenizer.json"))
+    except (ValueError, OSError):
+        return str
+    return lambda token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def print_verification(
+    store_dir: str, *, full: bool, log_path: Path | None = None, num_threads: int = 4
+) -> int:
     """Checks a store and prints every problem; returns the exit code, 1 for a damaged store."""
     console = Console()
-    with console.status("checking"):
-        report = verify_store(store_dir, full=full)
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("checking")
+        report = verify_store(
+            store_dir,
+            full=full,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            num_threads=num_threads,
+            log_path=log_path,
+        )
     for problem in report.problems[:SHOWN_PROBLEMS]:
         console.print(f"[red]damaged[/] {problem}", highlight=False)
     if len(report.problems) > SHOWN_PROBLEMS:
         console.print(f"... and {len(report.problems) - SHOWN_PROBLEMS} more")
     depth = "every chunk" if full else "commit records and file sizes (--full reads every chunk)"
     verdict = f"{len(report.problems)} problems" if report.problems else "whole"
-    console.print(f"{store_dir}: {verdict}; checked {depth}")
+    console.print(f"{store_dir}: {report.num_shards} shards, {verdict}; checked {depth}")
     return 1 if report.problems else 0
 
 
@@ -117,9 +194,7 @@ def repair_store(store_dir: str) -> None:
 
 def remove_garbage(store_dir: str) -> None:
     """Removes what no reader looks at and names it."""
-    if "://" in store_dir:
-        raise ValueError(f"{store_dir}: leftovers in an object store cannot be removed yet")
-    open_store(store_dir)
+    _refuse_joined(store_dir)
     removed = collect_garbage(store_dir)
     for name in removed:
         print(f"removed {name}")
@@ -141,16 +216,38 @@ def print_copy(source_dir: str, target_dir: str) -> None:
     )
 
 
-def encode_store(source_dir: str, target_dir: str, *, encoding: str) -> None:
+def _refuse_joined(store_dir: str) -> None:
+    """Raises for what is no store, and for joined stores, whose members are to be named."""
+    opened = open_store(store_dir)
+    if isinstance(opened, JoinedStore):
+        members = ", ".join(str(member.files) for member in opened.members)
+        raise ValueError(f"{store_dir} only joins others; give one of them: {members}")
+
+
+def join_into(joined_dir: str, members: Sequence[str]) -> None:
+    """Joins stores and says what there is to read now."""
+    snapshot = join_stores(joined_dir, members).snapshot()
+    print(
+        f"{joined_dir}: {len(members)} stores, {snapshot.num_shards} shards, "
+        f"{snapshot.num_sequences:,} sequences; give this place as store.dir to train on all"
+    )
+
+
+def encode_store(
+    source_dir: str, target_dir: str, *, encoding: str | None, like: str | None = None
+) -> None:
     """Derives a store in another encoding and says how large both are."""
-    if encoding not in ENCODINGS:
+    if (encoding is None) == (like is None):
+        raise ValueError("give either --encoding or --like")
+    if encoding is not None and encoding not in ENCODINGS:
         raise ValueError(f"--encoding {encoding}: expected one of {', '.join(ENCODINGS)}")
     with Progress() as bar:
-        task = bar.add_task(f"encoding to {encoding}")
+        task = bar.add_task(f"encoding to {encoding or like}")
         derive_store(
             source_dir,
             target_dir,
             encoding=encoding,
+            like=like,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     for place in (source_dir, target_dir):

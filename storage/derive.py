@@ -14,6 +14,7 @@ from storage.encodings import (
     encode,
     encoding_named,
 )
+from storage.errors import StoreError
 from storage.head import head_files, read_head_file
 from storage.order import epoch_order
 from storage.reader import Snapshot, open_store
@@ -29,7 +30,8 @@ def derive_store(
     source_dir: str | Path,
     target_dir: str | Path,
     *,
-    encoding: str,
+    encoding: str | None = None,
+    like: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> WritableStore:
     """Writes all sequences of a store to another one, every layer in another encoding.
@@ -41,13 +43,20 @@ def derive_store(
     Args:
         source_dir: the store to read; sequences that it skipped are skipped here, too.
         target_dir: the store to make or complete.
-        encoding: a name in ENCODINGS.
+        encoding: a name in ENCODINGS; channel scales are taken from the source's states.
+        like: a store whose layer records, scales included, are taken instead: what is derived can
+            be joined with it.
         progress: called with (units done, units in all) after each.
     """
+    if (encoding is None) == (like is None):
+        raise ValueError("give either an encoding or a store whose encodings are taken")
     source = open_store(source_dir)
     snapshot = source.snapshot()
     target = create_store(target_dir, source.identity)
-    _add_layers(snapshot, target, encoding)
+    if like is not None:
+        target.add_layers(_records_like(like, snapshot))
+    elif encoding is not None:
+        _add_layers(snapshot, target, encoding)
     for name in head_files(source.files):
         target.put_head_file(name, read_head_file(source.files, name))
     recoder = _Recoder(snapshot, target)
@@ -110,6 +119,15 @@ def _add_layers(snapshot: Snapshot, target: WritableStore, encoding: str) -> Non
         if not different:
             return
     target.add_layers(_layer_records(snapshot, encoding))
+
+
+def _records_like(like: str | Path, snapshot: Snapshot) -> list[LayerRecord]:
+    """The records of another store, of the layers that both have."""
+    records = open_store(like).layers
+    shared = [records[name] for name in snapshot.store.layers if name in records]
+    if not shared:
+        raise StoreError(f"{like} and {snapshot.store.files} have no layer in common")
+    return shared
 
 
 def _layer_records(snapshot: Snapshot, encoding: str) -> list[LayerRecord]:

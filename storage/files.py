@@ -72,6 +72,12 @@ class Files(Protocol):
     def remove_tree(self, folder: str) -> None:
         """Removes a folder and all below it, if it is there."""
 
+    def remove(self, path: str) -> None:
+        """Removes a file, if it is there."""
+
+    def last_written(self, path: str) -> float:
+        """When a file, or anything below a folder, was last written, in seconds since 1970."""
+
 
 def sync_folder(folder: Path) -> None:
     """Makes the names inside a folder survive a power loss."""
@@ -318,3 +324,13 @@ class LocalFiles:
     def remove_tree(self, folder: str) -> None:
         """Removes a folder and all below it, if it is there."""
         shutil.rmtree(self.root / folder, ignore_errors=True)
+
+    def remove(self, path: str) -> None:
+        """Removes a file, if it is there."""
+        (self.root / path).unlink(missing_ok=True)
+
+    def last_written(self, path: str) -> float:
+        """When a file, or anything below a folder, was last written."""
+        top = self.root / path
+        below = [Path(folder, name) for folder, _, names in os.walk(top) for name in names]
+        return max(entry.stat().st_mtime for entry in (top, *below))

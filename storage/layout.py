@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from storage.schema import UnitId
 
 IDENTITY = "store.json"
+JOINED = "joined.json"
+"""Of a joined store, which has no other file: its members."""
 LAYERS = "layers"
 PENDING_LAYERS = "pending_layers"
 HEAD = "head"

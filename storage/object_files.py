@@ -261,6 +261,24 @@ class ObjectFiles:
                 self.requests["delete"] += 1
                 obstore.delete(self.store, [entry["path"] for entry in page])
 
+    def remove(self, path: str) -> None:
+        """Deletes an object, if it is there."""
+        self.requests["delete"] += 1
+        with self.explained("remove", path):
+            obstore.delete(self.store, path)
+
+    def last_written(self, path: str) -> float:
+        """When an object, or any below a prefix, was last written."""
+        times = []
+        with self.explained("list", path):
+            for page in obstore.list(self.store, f"{path}/", chunk_size=PAGE_NAMES):
+                self.requests["list"] += 1
+                times += [entry["last_modified"].timestamp() for entry in page]
+            if not times:
+                self.requests["head"] += 1
+                times = [obstore.head(self.store, path)["last_modified"].timestamp()]
+        return float(max(times))
+
     @contextmanager
     def explained(self, action: str, path: str) -> Iterator[None]:
         """Turns obstore's errors into one line with advice; a missing object passes."""

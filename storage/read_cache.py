@@ -216,3 +216,11 @@ class CachedFiles:
     def remove_tree(self, folder: str) -> None:
         """As the far store does it."""
         self.far.remove_tree(folder)
+
+    def remove(self, path: str) -> None:
+        """Removes a file, if it is there."""
+        self.far.remove(path)
+
+    def last_written(self, path: str) -> float:
+        """When a file, or anything below a folder, was last written."""
+        return self.far.last_written(path)

@@ -8,13 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64, UInt64
 
 from storage import layout
 from storage.catalog import Catalog, read_catalog, select
-from storage.commits import read_commit, tombstoned_units
+from storage.commits import CommitRecord, read_commit, tombstoned_units
 from storage.encodings import EncodedStates, decode
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreNotFoundError
 from storage.files import Files, LocalFiles, replace_whole
 from storage.head import check_head_file, head_files, read_head_file
 from storage.identity import read_identity, read_layers
@@ -37,13 +37,23 @@ def open_store(store_dir: str | Path, *, cache: ReadCache | None = None) -> "Sto
     """Opens a store for reading.
 
     Args:
-        store_dir: a folder or URL.
+        store_dir: a folder or URL, of a store or of a joined one.
         cache: keeps what is read of shards on a local disk; None reads everything from the store.
 
     Raises:
         StoreNotFoundError: there is no store at this place.
     """
     files = files_at(store_dir)
+    try:
+        return _open_one(files, cache)
+    except StoreNotFoundError:
+        # Imported here, for it builds on this module.
+        from storage.joined import open_joined
+
+        return open_joined(files, lambda place: _open_one(files_at(place), cache))
+
+
+def _open_one(files: Files, cache: ReadCache | None) -> "Store":
     if cache is not None:
         files = CachedFiles(files, cache)
     return Store(files, read_identity(files))
@@ -219,6 +229,11 @@ class Snapshot:
         return f"{digest[:16]}:{format_units(units)}"
 
     @property
+    def id_hash(self) -> UInt64[np.ndarray, " sequences"]:
+        """`hash_id` of each sequence's id."""
+        return self._catalog.id_hash
+
+    @property
     def num_shards(self) -> int:
         """Committed shards."""
         return len(self._catalog)
@@ -295,12 +310,16 @@ class Snapshot:
 
     def skipped(self) -> dict[str, str]:
         """Reason by id of the sequences that were skipped; reads every commit record."""
-        commits = [read_commit(self.store.files, unit) for unit in self._catalog.units()]
+        commits = map(self.commit_of_shard, range(self.num_shards))
         return {name: why for commit in commits for name, why in commit.skipped.items()}
 
     def unit_of_shard(self, shard: int) -> UnitId:
         """The unit that a shard index stands for."""
         return self._catalog.unit(shard)
+
+    def commit_of_shard(self, shard: int) -> CommitRecord:
+        """The commit record of a shard, read now."""
+        return read_commit(self.store.files, self._catalog.unit(shard))
 
     def _locate(self, index: int) -> tuple[ShardReader, int]:
         shard = int(self.shard_index[index])

@@ -1,7 +1,6 @@
 """Mend a store: take damaged shards out so that they are refilled, remove what nobody reads."""
 
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -42,13 +41,20 @@ def collect_garbage(store_dir: str | Path, *, older_than_s: float = 86_400.0) ->
         older_than_s: only what was last written so long ago, in seconds. Choose it above the
             time a worker needs for a unit: younger ones may still be written.
     """
-    files = LocalFiles(store_dir)
+    return collect_garbage_of(files_at(store_dir), older_than_s=older_than_s)
+
+
+def collect_garbage_of(files: Files, *, older_than_s: float) -> list[str]:
+    """`collect_garbage` of a store that is open."""
     before = time.time() - older_than_s
-    garbage = [*_orphaned_attempts(files), *_unfinished_files(files), *_old_catalogs(files)]
     removed = []
-    for path in garbage:
-        if _last_written(files.root / path) <= before:
-            _remove(files.root / path)
+    for path in _orphaned_attempts(files):
+        if files.last_written(path) <= before:
+            files.remove_tree(path)
+            removed.append(path)
+    for path in (*_unfinished_files(files), *_old_catalogs(files)):
+        if files.last_written(path) <= before:
+            files.remove(path)
             removed.append(path)
     return removed
 
@@ -72,7 +78,10 @@ def _may_be_in_use(files: Files, unit: UnitId, attempt: str) -> bool:
     return attempt in {record.attempt for record in records}
 
 
-def _unfinished_files(files: LocalFiles) -> Iterator[str]:
+def _unfinished_files(files: Files) -> Iterator[str]:
+    """Files that were being created; objects appear whole, so object stores have none."""
+    if not isinstance(files, LocalFiles):
+        return
     for folder, _, names in os.walk(files.root):
         for name in names:
             if name.startswith(layout.TEMPORARY):
@@ -82,15 +91,3 @@ def _unfinished_files(files: LocalFiles) -> Iterator[str]:
 def _old_catalogs(files: Files) -> Iterator[str]:
     for name in files.names(layout.CATALOG)[:-1]:
         yield layout.catalog(name)
-
-
-def _last_written(path: Path) -> float:
-    below = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
-    return max(entry.stat().st_mtime for entry in (path, *below))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

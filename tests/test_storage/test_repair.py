@@ -2,11 +2,15 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+from storage import layout
 from storage.catalog import fold, read_catalog
 from storage.files import LocalFiles
-from storage.reader import open_store
-from storage.repair import bury_damaged, collect_garbage
+from storage.identity import create_identity
+from storage.object_files import ObjectFiles
+from storage.reader import Store, open_store
+from storage.repair import bury_damaged, collect_garbage, collect_garbage_of
 from storage.verify import verify_store
+from storage.writer import WritableStore
 
 
 def test_a_shard_with_a_damaged_commit_can_be_buried(
@@ -49,3 +53,19 @@ def test_garbage_is_only_what_nobody_reads(filled_dir: Path, making: SimpleNames
     assert "commits/.tmp-dead" in removed
     assert open_store(filled_dir).content_digest() == digest
     assert verify_store(filled_dir, full=True).ok
+
+
+def test_garbage_in_an_object_store_is_removed_likewise(making: SimpleNamespace) -> None:
+    url = "memory:///garbage"
+    files = ObjectFiles.at(url)
+    store = WritableStore(files, making.make_identity())
+    create_identity(files, store.identity)
+    store.add_layers(making.LAYERS)
+    store.plan_generation(["s1", "s2", "s3"], num_units=1)
+    making.fill(store)
+    path = f"{layout.attempt(store.units()[0], 'f' * 32)}/tokens.bin"
+    files.create(path, b"left behind")
+    assert collect_garbage_of(files, older_than_s=3600.0) == []
+    assert collect_garbage_of(files, older_than_s=-60.0) == [path.removesuffix("/tokens.bin")]
+    assert Store(files, store.identity).snapshot().num_sequences == 3
+    assert len(files.names(f"{layout.SHARDS}/{layout.fan_out(store.units()[0])}")) == 1

@@ -147,7 +147,7 @@ def test_pending_layers_are_seen_when_every_shard_holds_them(
     store.pend_layers([ADDED])
     store.pend_layers([ADDED])  # again: nothing happens
     assert "5" not in open_store(filled_dir).layers
-    with pytest.raises(StoreError, match="3 shards, e.g. 00000-00000, lack layers 5"):
+    with pytest.raises(StoreError, match=r"3 shards, e\.g\. 00000-00000, lack layers 5"):
         store.publish_layers(["5"])
     add_layer(store, making)
     assert verify_store(filled_dir, full=True).ok
