@@ -29,7 +29,6 @@ from storage.read_cache import ReadCache
 from storage.reader import Snapshot, Store, open_store
 from storage.schema import LM_HEAD_INPUT, layer_name
 from storage.stream import read_ahead
-from storage.writer import open_for_writing
 
 READ_THREADS = 4
 POLL_S = 5.0
@@ -222,9 +221,7 @@ def _filled_store(run: DrafterRun) -> Store | None:
 
 def is_complete(store_dir: Path | str) -> bool:
     """Says whether every planned unit of the store is committed; an unplanned store is not."""
-    store = open_for_writing(store_dir)
-    planned = set(store.units())
-    return bool(planned) and planned <= store.committed()
+    return open_store(store_dir).is_complete()
 
 
 def _made_ahead(batches: Generator[T, None, None]) -> Generator[T, None, None]:
