@@ -140,7 +140,7 @@ def regenerate(run_file: Path, overrides: tuple[str, ...]) -> None:
     from dflash_offline.stages import run_regeneration
 
     config = load_run_file(run_file, overrides=overrides)
-    click.echo(f"answers in {run_regeneration(config)}")
+    sys.exit(run_regeneration(config))
 
 
 class _SubmitsByDefault(click.Group):

@@ -193,13 +193,15 @@ def export_drafters(config: RunConfig, *, drafter_names: Sequence[str], layout: 
     return folders
 
 
-def run_regeneration(config: RunConfig) -> Path:
-    """Lets the target answer `regenerate.prompts`; returns the JSONL file of the answers."""
+def run_regeneration(config: RunConfig) -> int:
+    """Lets the target answer `regenerate.prompts`; 0 when all are answered, 75 when stopped."""
     from stage1_extract.regenerate import regenerate
 
     run_dir = _start_run(config)
     output = Path(config.regenerate.output or run_dir / "regenerated.jsonl")
-    return regenerate(config.target, config.data, config.regenerate, output_path=output)
+    is_done = regenerate(config.target, config.data, config.regenerate, output_path=output)
+    print(f"answers in {output}")
+    return 0 if is_done else EXIT_STOPPED_EARLY
 
 
 def _command(name: str, run_file: Path, overrides: Sequence[str]) -> list[str]:

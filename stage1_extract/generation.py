@@ -1,4 +1,8 @@
-"""Generation: answers of the target to batches of prompts, greedy or sampled."""
+"""Generation: answers of the target to prompts, batch by batch, greedy or sampled.
+
+The plain way: a batch is as slow as its longest answer. `slots` is the fast one, for targets whose
+caches allow it.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -55,22 +59,9 @@ class Generator:
                 "prompt too long for the target", source=source, detail=detail
             )
 
-    def answer(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Answer tokens of each prompt, the stop token included where there is one.
-
-        A batch that does not fit into the GPU's memory is halved until it does.
-        """
-        try:
-            return self._answer_at_once(prompts)
-        except torch.cuda.OutOfMemoryError:
-            if len(prompts) == 1:
-                raise
-        torch.cuda.empty_cache()
-        half = len(prompts) // 2
-        return self.answer(prompts[:half]) + self.answer(prompts[half:])
-
     @torch.inference_mode()
-    def _answer_at_once(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def answer(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Answer tokens of each prompt, the stop token included where there is one."""
         input_ids, attention_mask = pad_left(prompts)
         # The draw depends on the batch, not on what was answered before it: resuming changes less.
         torch.manual_seed(_batch_seed(self._config.seed, prompts))
@@ -80,6 +71,44 @@ class Generator:
         )
         answers = output[:, input_ids.shape[1] :].tolist()
         return [cut_after_stop(each, self.stop_ids) for each in answers]
+
+
+class BatchedAnswers:
+    """Answers written batch by batch; the interface is that of `slots.Slots`."""
+
+    def __init__(self, generator: Generator, *, num_slots: int):
+        self.num_slots = num_slots
+        self._generator = generator
+        self._running: list[tuple[Any, Sequence[int]]] = []
+
+    @property
+    def num_running(self) -> int:
+        """Prompts of the batch to come."""
+        return len(self._running)
+
+    @property
+    def num_free(self) -> int:
+        """Prompts that still fit into it."""
+        return self.num_slots - len(self._running)
+
+    def start(self, prompts: Sequence[tuple[Any, Sequence[int]]]) -> None:
+        """Adds prompts to the batch."""
+        self._running += prompts
+
+    def step(self) -> list[tuple[Any, list[int]]]:
+        """Answers the batch whole; gives request and answer tokens of each."""
+        answers = self._generator.answer([prompt_ids for _, prompt_ids in self._running])
+        requests = [request for request, _ in self._running]
+        self._running = []
+        return list(zip(requests, answers, strict=True))
+
+    def shrink(self) -> list[Any]:
+        """Drops the batch and halves its size, for want of memory; gives its requests."""
+        requests = [request for request, _ in self._running]
+        self._running = []
+        self.num_slots = max(1, self.num_slots // 2)
+        torch.cuda.empty_cache()
+        return requests
 
 
 def pad_left(

@@ -1,29 +1,31 @@
 """Regenerate: the target answers prompts itself, because drafters learn from its own words.
 
-Writes conversations as `extract` reads them, one JSON line each, appended batch by batch. A run
-that is started again goes on with the ids that are missing.
+Writes conversations as `extract` reads them, one JSON line each, appended as they are finished. A
+run that is started again goes on with the ids that are missing.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from stage1_extract.answering import answer_here
 from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
 from stage1_extract.conversations import Conversation, read_conversations
-from stage1_extract.dialogues import Dialogue, record, render_prompt, start_dialogue
-from stage1_extract.generation import Generator
+from stage1_extract.dialogues import Dialogue, record, start_dialogue
 from stage1_extract.problems import Problems, UnusableConversationError
 from stage1_extract.server import answer_by_server
-from stage1_extract.target import load_target, resolve_target, target_name
+from stage1_extract.signals import stop_requests
+from stage1_extract.target import resolve_target, target_name
 from stage1_extract.target_identity import weights_id
 from stage1_extract.target_transformers import load_tokenizer
+
+_WRITE_INTERVAL_S = 1.0
 
 
 def regenerate(
@@ -33,8 +35,10 @@ def regenerate(
     *,
     output_path: Path,
     device: str | None = None,
-) -> Path:
+) -> bool:
     """Lets the target answer every prompt that the output does not hold yet.
+
+    A first Ctrl-C (or SIGTERM, SIGUSR1) writes what is finished and ends; a second ends at once.
 
     Args:
         target: The model that answers.
@@ -44,13 +48,14 @@ def regenerate(
         device: Where the target runs; None takes a GPU if there is one.
 
     Returns:
-        The output path.
+        Whether it came to its end; False when it was stopped and prompts are left.
 
     Raises:
-        ValueError: No prompts, unusable prompts, or an output that other settings made.
+        ValueError: No prompts, unusable prompts, an output that other settings made, or none of
+            the open prompts could be answered.
     """
     if not config.prompts:
-        raise ValueError("regenerate.prompts is empty; name at least one JSONL file of prompts")
+        raise ValueError("regenerate.prompts is empty; name at least one file of prompts")
     prompts = read_conversations(
         config.prompts,
         strict=data.strict,
@@ -62,7 +67,7 @@ def regenerate(
     open_ids = [prompt_id for prompt_id in prompts.ids if prompt_id not in answered]
     if not open_ids:
         print(f"nothing to answer: {output_path} holds all {len(prompts)} conversations")
-        return output_path
+        return True
     problems = prompts.problems
     dialogues = [
         dialogue
@@ -70,83 +75,25 @@ def regenerate(
         if (dialogue := _start_or_skip(prompts[prompt_id], config, problems)) is not None
     ]
     tokenizer = load_tokenizer(target)
-    if config.server is None:
-        finished = answer_here(dialogues, target, data, config, problems, device=device)
-    else:
-        finished = answer_by_server(dialogues, config, data.template_arguments, problems)
-    progress = _Progress(len(dialogues))
-    for batch in finished:
-        lines = _lines(batch, tokenizer, data.template_arguments, settings, problems)
-        append_lines(output_path, lines)
-        progress.show(batch)
-    if problems.counts:
-        summary = f"{problems.summary()}{problems.first()}"
-        print(f"skipped: {summary}", file=sys.stderr)
-    return output_path
-
-
-def answer_here(
-    dialogues: Sequence[Dialogue],
-    target: TargetConfig,
-    data: DataConfig,
-    config: RegenerateConfig,
-    problems: Problems,
-    *,
-    device: str | None = None,
-) -> Iterator[list[Dialogue]]:
-    """Answers dialogues with the target loaded here, batch by batch."""
-    loaded = load_target(target, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    generator = Generator(loaded, resolve_target(target), config)
-    usable = []
-    for dialogue in dialogues:
-        try:
-            render_prompt(dialogue, loaded.tokenizer, data.template_arguments)
-            generator.check_length(dialogue.prompt_ids, source=dialogue.source)
-        except UnusableConversationError as problem:
-            problems.add(problem)
+    num_unusable = len(problems)
+    with stop_requests() as stop:
+        if config.server is None:
+            finished = answer_here(dialogues, target, data, config, problems, stop, device=device)
         else:
-            usable.append(dialogue)
-    for batch in batches_by_length(usable, config.batch_size):
-        answer_batch(batch, generator, loaded.tokenizer, data.template_arguments)
-        yield batch
-
-
-def batches_by_length(dialogues: Sequence[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
-    """Batches of prompts of similar length, the longest first, so that memory fails early."""
-    by_length = sorted(dialogues, key=lambda each: (-len(each.prompt_ids), each.id))
-    for start in range(0, len(by_length), batch_size):
-        yield by_length[start : start + batch_size]
-
-
-def answer_batch(
-    batch: Sequence[Dialogue],
-    generator: Generator,
-    tokenizer: PreTrainedTokenizerBase,
-    template_arguments: Mapping[str, Any],
-) -> None:
-    """Answers all turns of a batch of dialogues, one round for each turn."""
-    waiting = list(batch)
-    while waiting:
-        prompts = [dialogue.prompt_ids for dialogue in waiting]
-        for dialogue, answer_ids in zip(waiting, generator.answer(prompts), strict=True):
-            has_ended = answer_ids[-1] in generator.stop_ids
-            text_ids = answer_ids[:-1] if has_ended else answer_ids
-            text = tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
-            dialogue.written.append(dialogue.prompt_ids + answer_ids)
-            dialogue.add_answer(
-                {"role": "assistant", "content": text},
-                num_tokens=len(answer_ids),
-                was_cut=not has_ended,
-            )
-        unfinished = [dialogue for dialogue in waiting if not dialogue.is_finished]
-        waiting = []
-        for dialogue in unfinished:
-            num_messages = len(dialogue.messages)
-            render_prompt(dialogue, tokenizer, template_arguments)
-            if generator.fits(dialogue.prompt_ids):
-                waiting.append(dialogue)
-            else:
-                del dialogue.messages[num_messages:]
+            finished = answer_by_server(dialogues, config, data.template_arguments, problems, stop)
+        with _Output(output_path, num_dialogues=len(dialogues)) as written:
+            for batch in finished:
+                lines = _lines(batch, tokenizer, data.template_arguments, settings, problems)
+                written.add(batch, lines)
+    if problems.counts:
+        print(f"skipped: {problems.summary()}{problems.first()}", file=sys.stderr)
+    num_left = len(dialogues) - written.num_lines - (len(problems) - num_unusable)
+    if stop and num_left > 0:
+        print(f"stopped with {num_left} prompts left; run the same command again", file=sys.stderr)
+        return False
+    if written.num_lines == 0:
+        raise ValueError(f"none of {len(open_ids)} prompts could be answered{problems.first()}")
+    return True
 
 
 def generation_settings(
@@ -238,24 +185,47 @@ def _lines(
     return lines
 
 
-class _Progress:
-    """One line a batch: how many are answered, how fast, how long it will take."""
+class _Output:
+    """The output file while answers come in: what is finished is written once a second.
 
-    def __init__(self, num_dialogues: int):
+    A context manager; however it is left, what was added is written. A line to the user says how
+    many are answered, how fast, how long it will take.
+    """
+
+    def __init__(self, path: Path, *, num_dialogues: int):
+        self.num_lines = 0
+        self.num_dialogues_done = 0
+        self._path = path
         self._num_dialogues = num_dialogues
-        self._num_answered = 0
         self._num_tokens = 0
-        self._start_s = time.monotonic()
+        self._waiting: list[Mapping[str, Any]] = []
+        self._start_s = self._written_s = time.monotonic()
 
-    def show(self, batch: Sequence[Dialogue]) -> None:
-        elapsed_s = time.monotonic() - self._start_s
-        self._num_answered += len(batch)
+    def add(self, batch: Sequence[Dialogue], lines: Sequence[Mapping[str, Any]]) -> None:
+        """Takes finished dialogues and the lines of those that can be recorded."""
+        self._waiting += lines
+        self.num_lines += len(lines)
+        self.num_dialogues_done += len(batch)
         self._num_tokens += sum(each.num_new_tokens for each in batch)
-        num_left = self._num_dialogues - self._num_answered
-        left_s = elapsed_s / max(1, self._num_answered) * num_left
+        if time.monotonic() - self._written_s >= _WRITE_INTERVAL_S:
+            self._write()
+
+    def _write(self) -> None:
+        append_lines(self._path, self._waiting)
+        self._waiting = []
+        self._written_s = time.monotonic()
+        elapsed_s = self._written_s - self._start_s
+        num_left = self._num_dialogues - self.num_dialogues_done
+        left_s = elapsed_s / max(1, self.num_dialogues_done) * num_left
         print(
-            f"answered {self._num_answered}/{self._num_dialogues}"
-            f" | {self._num_tokens / elapsed_s:.0f} tok/s | {left_s / 60:.1f} min left",
+            f"answered {self.num_dialogues_done}/{self._num_dialogues}"
+            f" | {self._num_tokens / max(elapsed_s, 1e-9):.0f} tok/s | {left_s / 60:.1f} min left",
             file=sys.stderr,
             flush=True,
         )
+
+    def __enter__(self) -> "_Output":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write()

@@ -6,16 +6,19 @@ answers be recorded as exact, as the walk needs them; of others only the text is
 
 import json
 import os
+import random
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from stage1_extract.config import RegenerateConfig, ServerConfig
 from stage1_extract.dialogues import Dialogue
 from stage1_extract.problems import Problems, UnusableConversationError
+from stage1_extract.signals import StopRequest
 
 _LONGEST_PAUSE_S = 60.0
 _TRY_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -26,8 +29,11 @@ def answer_by_server(
     config: RegenerateConfig,
     template_arguments: Mapping[str, Any],
     problems: Problems,
+    stop: StopRequest,
 ) -> Iterator[list[Dialogue]]:
     """Answers dialogues through the server of the settings, in the order in which they finish.
+
+    After a stop was asked for, the requests in flight are waited for and no others are sent.
 
     Raises:
         ValueError: The server cannot be reached, or does not say which model is the target.
@@ -38,18 +44,33 @@ def answer_by_server(
     request["model"] = config.server.model or client.only_model()
     rest = iter(dialogues)
     running: set[Future[Dialogue]] = set()
-    with ThreadPoolExecutor(config.server.num_requests) as threads:
+    while True:
+        # Never more than are in flight: a stop then loses no answer that was paid for.
+        while not stop and len(running) < config.server.num_requests:
+            dialogue = next(rest, None)
+            if dialogue is None:
+                break
+            running.add(_in_thread(dialogue, client, request))
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        yield list(_usable(done, problems))
+
+
+def _in_thread(
+    dialogue: Dialogue, client: "ChatClient", request: Mapping[str, Any]
+) -> "Future[Dialogue]":
+    """Answers a dialogue in a thread of its own, which does not keep the process alive."""
+    future: Future[Dialogue] = Future()
+
+    def run() -> None:
         try:
-            while True:
-                # Never more than are in flight: a stop then loses no answer that was paid for.
-                while len(running) < config.server.num_requests and (dialogue := next(rest, None)):
-                    running.add(threads.submit(answer_dialogue, dialogue, client, request))
-                if not running:
-                    return
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield list(_usable(done, problems))
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+            future.set_result(answer_dialogue(dialogue, client, request))
+        except BaseException as error:  # Raised again where the result is asked for.
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def request_settings(
@@ -166,11 +187,30 @@ class ChatClient:
             except (OSError, ValueError) as error:
                 problem = error
             if attempt < self._server.num_retries:
-                time.sleep(min(2.0**attempt, _LONGEST_PAUSE_S))
+                time.sleep(pause_s(attempt, asked_s=_retry_after_s(problem)))
         raise ValueError(
             f"regenerate.server.url: no answer from {url} in {self._server.num_retries + 1} tries"
             f" ({problem}); start the server and run the same command again"
         ) from problem
+
+
+def pause_s(attempt: int, *, asked_s: float) -> float:
+    """Seconds before the next try: doubled each time, spread so that not all come back at once.
+
+    Args:
+        attempt: Tries that failed before this one.
+        asked_s: What the server asked for.
+    """
+    growing_s = min(2.0**attempt, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+    return max(growing_s, min(asked_s, _LONGEST_PAUSE_S))
+
+
+def _retry_after_s(problem: Exception) -> float:
+    """Seconds that a busy server asks to wait; 0 where it says nothing, or a date."""
+    if not isinstance(problem, urllib.error.HTTPError):
+        return 0.0
+    text = problem.headers.get("Retry-After", "")
+    return float(text) if text.isdigit() else 0.0
 
 
 def _usable(done: set[Future[Dialogue]], problems: Problems) -> Iterator[Dialogue]:

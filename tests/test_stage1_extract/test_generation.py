@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stage1_extract.config import RegenerateConfig, TargetConfig
-from stage1_extract.generation import Generator, cut_after_stop, pad_left
+from stage1_extract.generation import BatchedAnswers, Generator, cut_after_stop, pad_left
 from stage1_extract.target import load_target
 
 
@@ -48,23 +48,23 @@ def test_the_models_own_defaults_have_no_effect(make_generator: Callable[..., Ge
             token_ids.append(token_id)
 
 
-def test_a_batch_too_large_is_halved(
-    make_generator: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_answered_whole(make_generator: Callable[..., Generator]) -> None:
     generator = make_generator()
-    prompts = [[40], [41, 42], [43], [44], [45]]
-    expected = generator.answer(prompts)
-    right, sizes = Generator._answer_at_once, []
+    batch = BatchedAnswers(generator, num_slots=3)
+    batch.start([("a", [40]), ("b", [41, 42])])
+    assert (batch.num_running, batch.num_free) == (2, 1)
+    expected = [generator.answer([prompt])[0] for prompt in ([40], [41, 42])]
+    assert batch.step() == [("a", expected[0]), ("b", expected[1])]
+    assert batch.num_running == 0
 
-    def small_memory(self: Generator, prompts: Any) -> Any:
-        sizes.append(len(prompts))
-        if len(prompts) > 2:
-            raise torch.cuda.OutOfMemoryError
-        return right(self, prompts)
 
-    monkeypatch.setattr(Generator, "_answer_at_once", small_memory)
-    assert generator.answer(prompts) == expected
-    assert sizes == [5, 2, 3, 1, 2]
+def test_a_batch_too_large_is_given_back_and_halved(
+    make_generator: Callable[..., Generator],
+) -> None:
+    batch = BatchedAnswers(make_generator(), num_slots=5)
+    batch.start([("a", [40]), ("b", [41, 42])])
+    assert batch.shrink() == ["a", "b"]
+    assert (batch.num_slots, batch.num_running) == (2, 0)
 
 
 def test_prompt_and_answer_must_fit(make_generator: Callable[..., Generator]) -> None:

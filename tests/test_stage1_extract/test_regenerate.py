@@ -1,6 +1,8 @@
 """Regenerate: answers are the target's own, recorded truly, resumable at any point."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from stage1_extract import answering
 from stage1_extract import regenerate as module
 from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
 from stage1_extract.conversations import parse_conversation, read_conversations
@@ -36,8 +39,7 @@ def answers(
             conversations=(), template_arguments=settings.pop("template_arguments", {})
         )
         config = {"prompts": (str(prompts),), "max_new_tokens": 6, "batch_size": 2} | settings
-        found = regenerate(target, data, RegenerateConfig(**config), output_path=output)
-        assert found == output
+        assert regenerate(target, data, RegenerateConfig(**config), output_path=output)
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     return run
@@ -55,9 +57,14 @@ def greedy_answer(target: Any, prompt_ids: list[int], num_tokens: int) -> list[i
     return token_ids[len(prompt_ids) :]
 
 
+@pytest.mark.parametrize("shares_slots", [True, False])
 def test_batched_answers_are_plain_greedy_decoding(
-    answers: Regenerate, target_folder: Callable[..., Path]
+    answers: Regenerate,
+    target_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    shares_slots: bool,
 ) -> None:
+    monkeypatch.setattr(answering, "can_share_slots", lambda _: shares_slots)
     lines = answers()
     target: Any = load_target(
         TargetConfig(model=str(target_folder("llama", "chatml")), dtype="float32")
@@ -99,8 +106,9 @@ def test_an_answer_that_does_not_come_back_is_not_greedy(
 ) -> None:
     """Two line breaks written as two tokens come back as one: the walk must not trust them."""
     line_break = 198
+    monkeypatch.setattr(answering, "can_share_slots", lambda _: False)
     monkeypatch.setattr(
-        module.Generator,
+        answering.Generator,
         "answer",
         lambda self, prompts: [[line_break, line_break, 65]] * len(prompts),
     )
@@ -124,6 +132,93 @@ def test_sampling_is_reproducible(answers: Regenerate, tmp_path: Path) -> None:
     assert answers(temperature=1.0, seed=4) != first
 
 
+def test_sampled_answers_do_not_depend_on_what_is_answered_beside_them(
+    answers: Regenerate, tmp_path: Path
+) -> None:
+    output = tmp_path / "out" / "answers.jsonl"
+    lines = answers(temperature=1.0, top_p=0.9, batch_size=4)
+    output.unlink()
+    alone = answers(temperature=1.0, top_p=0.9, batch_size=1)
+    assert sorted(alone, key=str) == sorted(lines, key=str)
+    content = output.read_bytes()
+    output.write_bytes(content[: len(content) // 2])
+    assert sorted(answers(temperature=1.0, top_p=0.9, batch_size=4), key=str) == sorted(
+        lines, key=str
+    )
+
+
+@pytest.mark.parametrize("shares_slots", [True, False])
+def test_too_little_memory_halves_what_runs_at_once(
+    answers: Regenerate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shares_slots: bool,
+) -> None:
+    monkeypatch.setattr(answering, "can_share_slots", lambda _: shares_slots)
+    expected = answers(batch_size=1)
+    (tmp_path / "out" / "answers.jsonl").unlink()
+    kind = answering.Slots if shares_slots else answering.BatchedAnswers
+    right = kind.step
+
+    def small_memory(self: Any) -> Any:
+        if self.num_running > 2:
+            raise torch.cuda.OutOfMemoryError
+        return right(self)
+
+    monkeypatch.setattr(kind, "step", small_memory)
+    assert sorted(answers(batch_size=5), key=str) == sorted(expected, key=str)
+    assert "out of memory: 2 answers at once" in capsys.readouterr().err
+    monkeypatch.setattr(kind, "step", lambda self: _raise(torch.cuda.OutOfMemoryError()))
+    (tmp_path / "out" / "answers.jsonl").unlink()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        answers(batch_size=2)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_a_stop_writes_what_is_finished_and_says_how_to_go_on(
+    tmp_path: Path,
+    target_folder: Callable[..., Path],
+    write_jsonl: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    right, asked = module._lines, []
+
+    def stopped(*arguments: Any) -> Any:
+        if not asked:
+            asked.append(None)
+            os.kill(os.getpid(), signal.SIGINT)
+        return right(*arguments)
+
+    def run() -> bool:
+        return regenerate(
+            TargetConfig(model=str(target_folder("llama")), dtype="float32"),
+            DataConfig(conversations=()),
+            RegenerateConfig(
+                prompts=(str(write_jsonl(*PROMPTS, name="p.jsonl")),),
+                max_new_tokens=6,
+                batch_size=2,
+            ),
+            output_path=output,
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_lines", stopped)
+        assert not run()
+    num_lines = len(output.read_text().splitlines())
+    assert 0 < num_lines < len(PROMPTS)
+    assert f"stopped with {len(PROMPTS) - num_lines} prompts left; run the same" in (
+        capsys.readouterr().err
+    )
+    assert run()
+    assert len(output.read_text().splitlines()) == len(PROMPTS)
+
+
 def test_a_finished_output_is_left_alone(
     answers: Regenerate, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +227,7 @@ def test_a_finished_output_is_left_alone(
     def must_not_load(*_: Any, **__: Any) -> None:
         raise AssertionError("loaded for nothing")
 
-    monkeypatch.setattr(module, "load_target", must_not_load)
+    monkeypatch.setattr(answering, "load_target", must_not_load)
     assert answers() == lines
     assert "holds all 5 conversations" in capsys.readouterr().out
 
@@ -201,16 +296,26 @@ def test_a_dialogue_ends_with_an_answer_that_was_cut(
 def test_an_empty_answer_is_skipped(
     answers: Regenerate, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scripted(monkeypatch, [[261]])
-    assert answers({"id": "e", "prompt": "a"}) == []
+    scripted(monkeypatch, [[261], [65, 261]])
+    (line,) = answers({"id": "e", "prompt": "a"}, {"id": "f", "prompt": "a"})
+    assert line["id"] == "f"
     assert "1 x empty answer" in capsys.readouterr().err
+
+
+def test_when_no_prompt_can_be_answered_the_run_fails(
+    answers: Regenerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [[261]])
+    with pytest.raises(ValueError, match=r"none of 1 prompts could be answered; the first is .*e"):
+        answers({"id": "e", "prompt": "a"})
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, script: list[list[int]]) -> None:
     """Lets the target write what a test says, answer by answer."""
     rest = iter(script)
+    monkeypatch.setattr(answering, "can_share_slots", lambda _: False)
     monkeypatch.setattr(
-        module.Generator, "answer", lambda self, prompts: [list(next(rest)) for _ in prompts]
+        answering.Generator, "answer", lambda self, prompts: [list(next(rest)) for _ in prompts]
     )
 
 

@@ -1,6 +1,8 @@
 """Answers from an OpenAI-compatible server: exact where it tells tokens, patient, resumable."""
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -200,11 +202,66 @@ def test_what_the_server_refuses_is_skipped(
     assert "1 x refused by the server" in capsys.readouterr().err
 
 
-def test_a_server_that_refuses_everything_leaves_an_empty_output(
+def test_a_server_that_refuses_everything_is_a_failure(
     fake_server: FakeServer, answers: Answers
 ) -> None:
     fake_server.failures = [400] * len(PROMPTS)
-    assert answers() == []
+    with pytest.raises(ValueError, match=r"none of 6 prompts could be answered; .* refused"):
+        answers()
+
+
+def test_so_many_requests_are_in_flight_and_never_more(
+    fake_server: FakeServer, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests wait for each other: fewer at once would wait for ever."""
+    together, right, counts = threading.Barrier(3, timeout=60), fake_server.reply, []
+    running, lock = [0], threading.Lock()
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        with lock:
+            running[0] += 1
+            counts.append(running[0])
+        together.wait()
+        with lock:
+            running[0] -= 1
+        return right(body)
+
+    monkeypatch.setattr(fake_server, "reply", reply)
+    assert len(answers(server={"num_requests": 3})) == len(PROMPTS)
+    assert max(counts) == 3
+
+
+def test_a_stop_waits_for_what_is_in_flight_and_asks_for_no_more(
+    fake_server: FakeServer,
+    answers: Answers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right, asked = fake_server.reply, []
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        if not asked:
+            asked.append(None)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return right(body)
+
+    monkeypatch.setattr(fake_server, "reply", reply)
+    first = answers(server={"num_requests": 2})
+    assert 1 <= len(first) <= 3
+    assert len(fake_server.requests) == len(first)
+    assert "run the same command again" in capsys.readouterr().err
+    assert len(answers()) == len(PROMPTS)
+    assert len(fake_server.requests) == len(PROMPTS)
+
+
+def test_pauses_grow_are_spread_and_follow_the_server() -> None:
+    for attempt in range(12):
+        longest = min(2.0**attempt, 60.0)
+        pauses = [module.pause_s(attempt, asked_s=0.0) for _ in range(50)]
+        assert longest / 2 <= min(pauses) < max(pauses) <= longest
+    assert module.pause_s(0, asked_s=30.0) == 30.0
+    assert module.pause_s(0, asked_s=10_000.0) == 60.0
 
 
 def test_a_server_that_is_gone_is_one_clear_line_and_nothing_is_lost(
