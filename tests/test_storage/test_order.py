@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.order import epoch_order, permutation
+from storage.order import epoch_order, mix, permutation, unmix
 
 
 def sequences(counts: list[int], held_out_every: int = 5) -> SimpleNamespace:
@@ -74,6 +74,36 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
 def test_the_order_is_the_same_for_ever() -> None:
     # A checkpoint's data position means nothing if this ever changes.
     assert permutation(10, seed=7, epoch=3, stream=0).tolist() == GOLDEN
+
+
+@given(st.lists(st.integers(0, 2**64 - 1)))
+def test_mixing_can_be_undone(values: list[int]) -> None:
+    numbers = np.array(values, dtype=np.uint64)
+    np.testing.assert_array_equal(unmix(mix(numbers)), numbers)
+
+
+@settings(deadline=None)
+@given(counts=SHARDS, seed=st.integers(0, 99), window_shards=st.none() | st.integers(1, 12))
+def test_order_is_its_plain_definition(
+    counts: list[int], seed: int, window_shards: int | None
+) -> None:
+    """Keys of all indices, argsorted; then a stable sort by the window of the shard."""
+
+    def plain_permutation(count: int, stream: int) -> np.ndarray:
+        key = np.zeros(1, dtype=np.uint64)
+        for part in (seed, 0, stream):
+            key = mix(key ^ np.uint64(part))
+        return np.argsort(mix(mix(np.arange(count, dtype=np.uint64)) ^ key))
+
+    snapshot = sequences(counts)
+    chosen = np.flatnonzero(~snapshot.held_out)
+    order = chosen[plain_permutation(len(chosen), 0)]
+    if window_shards is not None and len(order):
+        shards = snapshot.shard_index[order]
+        place = np.argsort(plain_permutation(int(shards.max()) + 1, 1))
+        order = order[np.argsort(place[shards] // window_shards, kind="stable")]
+    found = epoch_order(snapshot, seed=seed, epoch=0, window_shards=window_shards)
+    np.testing.assert_array_equal(found, order)
 
 
 GOLDEN = [9, 2, 4, 7, 0, 8, 5, 3, 1, 6]
