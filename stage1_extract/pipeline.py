@@ -21,7 +21,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from stage1_extract.encode import EncodedBatch
-from stage1_extract.loss_sample import take_sample
 from stage1_extract.open_shard import OpenShard
 from stage1_extract.problems import UnusableConversationError
 from stage1_extract.sequences import TokenSequence
@@ -54,6 +53,9 @@ class Arrival(Protocol):
     def wait(self) -> EncodedBatch:
         """The batch, once it has arrived; valid until `release`."""
 
+    def sample(self) -> States | None:
+        """Some of its states as they were, on the host; asked after `wait`."""
+
     def seconds(self) -> Mapping[Part, float]:
         """Where the device's time went; asked after `wait`."""
 
@@ -68,7 +70,7 @@ class Transfer(Protocol):
     def begin(self) -> None:
         """Notes that a forward pass is handed over next."""
 
-    def start(self, states: States) -> Arrival:
+    def start(self, states: States, *, with_sample: bool) -> Arrival:
         """Hands encoding and copy over; waits only where all buffers are in use."""
 
 
@@ -76,8 +78,6 @@ class Transfer(Protocol):
 class _Batch:
     sequences: Sequence[TokenSequence]
     arrival: Arrival
-    sample: States | None
-    """Of the shard's first batch, to measure what encoding loses."""
 
 
 _FINISH, _DROP = "finish", "drop"
@@ -159,9 +159,10 @@ class PipelinedShard:
 
     def add(self, sequences: Sequence[TokenSequence], states: States) -> None:
         """Hands a batch over to be encoded, copied and written."""
-        sample = None if self._has_batches else take_sample(states)
+        # What encoding loses is measured on the shard's first batch.
+        arrival = self._transfer.start(states, with_sample=not self._has_batches)
         self._has_batches = True
-        self._steps.put(_Batch(sequences, self._transfer.start(states), sample))
+        self._steps.put(_Batch(sequences, arrival))
         self._check()
 
     def skip(self, unusable: Mapping[str, UnusableConversationError]) -> None:
@@ -217,7 +218,7 @@ class PipelinedShard:
         try:
             encoded = batch.arrival.wait()
             self._metrics.add_seconds(batch.arrival.seconds())
-            shard.append(batch.sequences, encoded, sample=batch.sample)
+            shard.append(batch.sequences, encoded, sample=batch.arrival.sample())
         finally:
             batch.arrival.release()
 

@@ -17,6 +17,7 @@ from stage1_extract.encode import (
     divide,
     encode_on_device,
 )
+from stage1_extract.loss_sample import take_sample
 from stage1_extract.worker_metrics import Part
 from storage.schema import LayerRecord
 
@@ -49,6 +50,8 @@ class CudaArrival:
     layers: Mapping[str, LayerRecord]
     num_tokens: int
     encoded: DeviceBuffers | None
+    device_sample: Mapping[str, Tensor] | None
+    host_sample: Mapping[str, Tensor] | None
     buffer: _PinnedBuffer
     free_buffers: "queue.SimpleQueue[_PinnedBuffer]"
     previous_end: torch.cuda.Event | None
@@ -62,8 +65,13 @@ class CudaArrival:
     def wait(self) -> EncodedBatch:
         """The batch, once it has arrived; valid until `release`."""
         self.copy_end.synchronize()
-        self.encoded = None
+        # The memory on the device may be used again, now that the copies are done.
+        self.encoded = self.device_sample = None
         return as_batch(divide(self.buffer.memory(), self.layers, self.num_tokens), self.layers)
+
+    def sample(self) -> Mapping[str, Float[Tensor, "sampled _"]] | None:
+        """Some of its states as they were, on the host; asked after `wait`."""
+        return self.host_sample
 
     def seconds(self) -> Mapping[Part, float]:
         """Where the GPU's time went; `wait` is its time without work for want of a buffer."""
@@ -119,22 +127,35 @@ class CudaTransfer:
         """Notes that a forward pass is handed over next."""
         self._forward_start = _mark()
 
-    def start(self, states: Mapping[str, Float[Tensor, "tokens _"]]) -> CudaArrival:
-        """Hands encoding and copy over; waits only where all buffers are in use."""
+    def start(
+        self, states: Mapping[str, Float[Tensor, "tokens _"]], *, with_sample: bool
+    ) -> CudaArrival:
+        """Hands encoding and copy over; waits only where all buffers are in use.
+
+        Args:
+            states: By layer name, the batch's tokens end to end.
+            with_sample: Whether a few states are copied as they are, too.
+        """
         assert self._forward_start is not None, "begin comes first"
         forward_end = _mark()
         buffer = self._free.get()
         encode_start = _mark()
         encoded = encode_on_device(states, self._layers, self._channel_scales)
+        sample = take_sample(states) if with_sample else None
         encode_end = _mark()
         self._stream.wait_event(encode_end)
         copy_start = _mark(self._stream)
         with torch.cuda.stream(self._stream):
             buffer.memory()[: len(encoded.whole)].copy_(encoded.whole, non_blocking=True)
+            host_sample = sample and {
+                name: each.to("cpu", non_blocking=True) for name, each in sample.items()
+            }
         arrival = CudaArrival(
             layers=self._layers,
             num_tokens=len(next(iter(states.values()))),
             encoded=encoded,
+            device_sample=sample,
+            host_sample=host_sample,
             buffer=buffer,
             free_buffers=self._free,
             previous_end=self._previous_end,

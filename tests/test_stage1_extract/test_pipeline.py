@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stage1_extract.encode import EncodedBatch, encode_on_host
+from stage1_extract.loss_sample import take_sample
 from stage1_extract.open_shard import OpenShard
 from stage1_extract.pipeline import Pipeline, ShardInProgress
 from stage1_extract.sequences import TokenSequence
@@ -27,12 +28,15 @@ NUM_SEQUENCES = 12
 class FakeArrival:
     """A batch that was encoded at once, in one of the ring's buffers."""
 
-    def __init__(self, batch: EncodedBatch, buffers: threading.Semaphore):
-        self._batch, self._buffers = batch, buffers
+    def __init__(self, batch: EncodedBatch, sample: Any, buffers: threading.Semaphore):
+        self._batch, self._sample, self._buffers = batch, sample, buffers
         self.is_released = False
 
     def wait(self) -> EncodedBatch:
         return self._batch
+
+    def sample(self) -> Any:
+        return self._sample
 
     def seconds(self) -> Mapping[Part, float]:
         return {"forward": 1.0, "copy": 0.5}
@@ -54,9 +58,10 @@ class FakeTransfer:
     def begin(self) -> None:
         pass
 
-    def start(self, states: Mapping[str, torch.Tensor]) -> FakeArrival:
+    def start(self, states: Mapping[str, torch.Tensor], *, with_sample: bool) -> FakeArrival:
         assert self.buffers.acquire(timeout=60), "no buffer came back"
-        arrival = FakeArrival(encode_on_host(states, self._layers), self.buffers)
+        sample = take_sample(states) if with_sample else None
+        arrival = FakeArrival(encode_on_host(states, self._layers), sample, self.buffers)
         self.arrivals.append(arrival)
         return arrival
 
@@ -87,9 +92,8 @@ def make_store(tmp_path: Path) -> Callable[[str], WritableStore]:
     """Gives an empty store of three units."""
 
     def make(name: str) -> WritableStore:
-        identity: dict[str, Any] = dict.fromkeys(
-            ("target_weights_sha256", "tokenizer_sha256", "chat_template_sha256"), ""
-        )
+        hashes = ("target_weights_sha256", "tokenizer_sha256", "chat_template_sha256")
+        identity: dict[str, Any] = dict.fromkeys(hashes, "")
         store = create_store(
             tmp_path / name,
             StoreIdentity(

@@ -8,6 +8,7 @@ SCRIPT = """
 import numpy as np
 import torch
 from stage1_extract.encode import encode_on_host
+from stage1_extract.loss_sample import take_sample
 from stage1_extract.transfer import CudaTransfer
 from storage.schema import LayerRecord
 
@@ -47,6 +48,9 @@ def check(states, arrival):
             np.testing.assert_array_equal(
                 found.encoded[name].scales[good], expected.encoded[name].scales[good]
             )
+    if (sample := arrival.sample()) is not None:
+        for name, expected in take_sample(states).items():
+            torch.testing.assert_close(sample[name], expected, rtol=0, atol=0, equal_nan=True)
     seconds = arrival.seconds()
     assert set(seconds) == {"idle", "forward", "wait", "encode", "copy"}
     assert all(value >= 0 for value in seconds.values())
@@ -57,7 +61,7 @@ for states in batches:
     on_device = {name: each.cuda() for name, each in states.items()}
     if len(pending) == 2:
         check(*pending.pop(0))
-    pending.append((states, transfer.start(on_device)))
+    pending.append((states, transfer.start(on_device, with_sample=len(pending) == 0)))
 for each in pending:
     check(*each)
 """
