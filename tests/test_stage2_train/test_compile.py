@@ -61,3 +61,28 @@ def test_counts_of_this_process():
         "num_compiles_cached",
         "num_graph_breaks",
     }
+
+
+RECOMPILING = """
+import torch
+from stage2_train.compile import WARMUP_STEPS, Evidence
+
+double = torch.compile(lambda x: 2 * x, backend="eager", fullgraph=True, dynamic=False)
+evidence = Evidence(is_compiling_wanted=True)
+for _ in range(WARMUP_STEPS + 5):
+    double(torch.ones(3))
+    evidence.add_step(is_compiled=True)
+with evidence.compiling_allowed():
+    double(torch.ones(4))  # A first time is allowed where it is said.
+double(torch.ones(3))
+try:
+    double(torch.ones(5))
+except RuntimeError as error:
+    assert "fail_on_recompile" in str(error), error
+else:
+    raise AssertionError("it compiled again")
+"""
+
+
+def test_a_recompilation_after_the_warm_up_really_fails(run_script):
+    run_script(RECOMPILING)

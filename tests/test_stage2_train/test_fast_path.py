@@ -136,6 +136,55 @@ with torch.no_grad():
 """
 
 
+RAGGED = (
+    COMPILED[: COMPILED.index("drafter = Drafter(architecture)")]
+    + """
+from stage2_train.batches import Window, pack
+
+lengths = np.clip(np.random.default_rng(0).lognormal(np.log(40), 1.0, 400).astype(int), 2, 128)
+windows = [Window(sequence_index=i, start=0, stop=int(n)) for i, n in enumerate(lengths)]
+
+def ragged_batch(number, packed):
+    sequences = [
+        Supervision(
+            sequence_id=str(window.sequence_index),
+            token_ids=np.arange(window.num_tokens) % 60,
+            loss_mask=np.arange(window.num_tokens) >= window.num_tokens // 8,
+        )
+        for window in packed
+    ]
+    blocks = make_blocks(
+        sequences, num_anchors=16, weight_of_offset=offset_weights(8), seed=0, epoch=0
+    )
+    return batch_of(
+        blocks, layers=(), positions=np.zeros(128, np.int64), num_real_tokens=1, mask_token_id=63
+    )
+
+fast = FastPath(context=compiled(context_forward), layer=compiled(layer_forward))
+drafter, evidence = Drafter(architecture), Evidence(is_compiling_wanted=True)
+features, num_rows, num_sequences = torch.randn(128, 64), set(), set()
+with torch.no_grad():
+    for number, packed in enumerate(pack(windows, batch_tokens=128)):
+        batch = ragged_batch(number, packed)
+        num_rows.add(len(batch.row_index))
+        num_sequences.add(len(packed))
+        _, is_compiled = fast.draft(drafter, batch, features, head=head)
+        # Beyond the warm-up this forbids compiling.
+        evidence.add_step(is_compiled=is_compiled)
+assert len(num_rows) > 20 and len(num_sequences) > 3, (num_rows, num_sequences)
+assert evidence.take() == {
+    "execution": "compiled", "num_compiled_steps": number + 1, "num_compiles": 2,
+    "num_compiles_cold": 0, "num_compiles_cached": 0, "num_graph_breaks": 0,
+}
+assert number > 100
+"""
+)
+
+
+def test_uneven_lengths_never_compile_again(run_script):
+    run_script(RAGGED)
+
+
 def test_layers_share_one_compilation_and_batches_cause_no_other(run_script):
     run_script(COMPILED)
 

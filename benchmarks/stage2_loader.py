@@ -1,0 +1,224 @@
+"""Whether a drafter ever waits for its store: training from disk beside the same step without it.
+
+    python benchmarks/stage2_loader.py [--encodings fp8,bf16] [--sequences 160] [--steps 100]
+        [--shape qwen3-8b|small|tiny] [--fp8] [--scratch DIR] [--no-record]
+
+A real store is written (random states of the shape's widths, 3,072 tokens a sequence), and the real
+training runs on it: the reader, the packing, the copies, the steps. The synthetic rate is that of
+the same steps, in the same process, on batches that lie on the device already; it is taken before
+and after. The store is read with the page cache dropped (posix_fadvise of every file; all caches
+where the process may) and warm. Waiting is counted by the device's own clock.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from results import record
+from synthetic_store import SHAPES, make_store
+
+from stage2_train.config import DrafterConfig, DrafterRun, OptimizerConfig, TrainConfig
+from stage2_train.data import plan_epoch
+from stage2_train.position import Position
+from stage2_train.preparation import prepare
+from stage2_train.signals import StopSignals
+from stage2_train.training import StepBatches, Training
+from storage.reader import open_store
+
+Figures = dict[str, tuple[float, str, str]]
+WARMUP_STEPS = 6
+NUM_RESIDENT = 4
+
+
+def run_of(arguments: argparse.Namespace, store_dir: Path, drafter_dir: Path) -> DrafterRun:
+    """Settings of a training that neither validates nor writes checkpoints."""
+    return DrafterRun(
+        drafter=DrafterConfig(
+            name="loader", num_layers=SHAPES[arguments.shape].num_layers, block_size=16
+        ),
+        train=TrainConfig(
+            epochs=1_000_000,
+            batch_tokens=arguments.tokens,
+            num_anchors=arguments.anchors,
+            fp8=arguments.fp8,
+            checkpoint_steps=10**9,
+            validation_steps=10**9,
+            log_steps=10**9,
+            read_ahead_bytes=arguments.read_ahead_bytes,
+            optimizer=OptimizerConfig(learning_rate=1e-5),
+        ),
+        store_dir=store_dir,
+        drafter_dir=drafter_dir,
+    )
+
+
+def wait(device: torch.device) -> None:
+    """Waits until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed_steps(training: Training, steps: Iterator[StepBatches]) -> tuple[float, float]:
+    """Trains steps; gives seconds a step, and the share of them that was waiting for data."""
+    device = training.batches.device
+    wait(device)
+    training.monitor.waits.take_s()
+    position, num_steps, start_s = Position(step=10), 0, time.perf_counter()
+    with StopSignals() as stop:
+        for batches in steps:
+            training.step(batches, position, steps=10**9, stop=stop)
+            num_steps += 1
+    wait(device)
+    elapsed_s = time.perf_counter() - start_s
+    return elapsed_s / num_steps, training.monitor.waits.take_s() / elapsed_s
+
+
+def measure(arguments: argparse.Namespace, encoding: str, scratch: Path) -> Figures:
+    """Writes a store in one encoding and trains on it; gives the figures by name."""
+    start_s = time.perf_counter()
+    store_dir = make_store(
+        scratch / f"store-{encoding}",
+        SHAPES[arguments.shape],
+        [arguments.tokens] * arguments.sequences,
+        encoding=encoding,
+    )
+    num_bytes = sum(path.stat().st_size for path in store_dir.rglob("*") if path.is_file())
+    made_s = time.perf_counter() - start_s
+    print(f"{encoding}: {num_bytes / 1e9:.1f} GB written in {made_s:.0f} s", flush=True)
+    run = run_of(arguments, store_dir, scratch / f"drafter-{encoding}")
+    store = open_store(store_dir)
+    training, position = prepare(run, store)
+    snapshot = store.snapshot()
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=arguments.tokens)
+
+    def from_store(count: int) -> Iterator[StepBatches]:
+        return itertools.islice(training._steps(snapshot, planned, position), count)
+
+    resident = [batch for of_step in from_store(NUM_RESIDENT) for batch in of_step.arriving]
+
+    def synthetic(count: int) -> Iterator[StepBatches]:
+        for batch in itertools.islice(itertools.cycle(resident), count):
+            yield StepBatches(arriving=iter([batch]), num_own=1, num_all=1)
+
+    timed_steps(training, synthetic(WARMUP_STEPS))
+    count = min(arguments.steps, len(planned))
+    without = [timed_steps(training, synthetic(count // 2))[0]]
+    drop_page_cache(store_dir)
+    cold_s, cold_wait = timed_steps(training, from_store(count))
+    without.append(timed_steps(training, synthetic(count // 2))[0])
+    for _ in training.batches.batches(snapshot, planned[:count], epoch=0):
+        pass  # Everything is in the page cache now, as far as it fits.
+    warm_s, warm_wait = timed_steps(training, from_store(count))
+    without.append(timed_steps(training, synthetic(count // 2))[0])
+    training.monitor.close()
+    synthetic_s = statistics.median(without)
+    needed = resident[0].num_state_bytes / synthetic_s
+    note = (
+        f"{encoding}, {arguments.shape}, {count} steps of {arguments.tokens} tokens"
+        f"{', fp8 products' if arguments.fp8 else ''}"
+    )
+    return figures(
+        f"{encoding}{'_fp8_step' if arguments.fp8 else ''}",
+        note,
+        tokens=arguments.tokens,
+        synthetic_s=synthetic_s,
+        needed_bytes_per_s=needed,
+        passes={"cold": (cold_s, cold_wait), "warm": (warm_s, warm_wait)},
+    )
+
+
+def figures(
+    label: str,
+    note: str,
+    *,
+    tokens: int,
+    synthetic_s: float,
+    needed_bytes_per_s: float,
+    passes: dict[str, tuple[float, float]],
+) -> Figures:
+    """Names what was measured."""
+    found: Figures = {
+        f"stage2_synthetic_tok_s_{label}": (tokens / synthetic_s, "tokens/s", note),
+        f"stage2_read_needed_{label}": (needed_bytes_per_s / 1e9, "GB/s", "at the synthetic rate"),
+    }
+    for name, (step_s, wait_fraction) in passes.items():
+        cache = {"cold": "page cache dropped", "warm": "in the page cache"}[name]
+        found |= {
+            f"stage2_loader_fraction_of_synthetic_{label}_{name}": (
+                synthetic_s / step_s,
+                "fraction",
+                f"{note}; {cache}; {step_s * 1e3:.1f} against {synthetic_s * 1e3:.1f} ms",
+            ),
+            f"stage2_data_wait_fraction_{label}_{name}": (wait_fraction, "fraction", cache),
+        }
+    return found
+
+
+def worst_of(found: Figures) -> Figures:
+    """The headline figures: the worst of all encodings and both states of the cache."""
+    worst: Figures = {}
+    for name, choose in (
+        ("stage2_loader_fraction_of_synthetic", min),
+        ("stage2_data_wait_fraction", max),
+    ):
+        passes = {key: value for key, value in found.items() if key.startswith(name)}
+        key = choose(passes, key=lambda key: passes[key][0])
+        worst[name] = (passes[key][0], "fraction", f"the worst: {key.removeprefix(name + '_')}")
+    return worst
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Makes the next read of a folder's files come from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+    with suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
+def main() -> None:
+    """Runs the encodings asked for and records their figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--encodings", default="fp8,bf16")
+    parser.add_argument("--sequences", type=int, default=160)
+    parser.add_argument("--tokens", type=int, default=3072, help="tokens of a sequence, a batch")
+    parser.add_argument("--anchors", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--fp8", action="store_true", help="fp8 products in the step")
+    parser.add_argument("--read-ahead-bytes", type=int, default=1_000_000_000)
+    parser.add_argument("--scratch", type=Path, help="where the store is written; needs 20 GB")
+    parser.add_argument("--no-record", action="store_true")
+    arguments = parser.parse_args()
+    found: Figures = {}
+    for encoding in arguments.encodings.split(","):
+        scratch = Path(tempfile.mkdtemp(dir=arguments.scratch, prefix="stage2-loader-"))
+        try:
+            found |= measure(arguments, encoding, scratch)
+        finally:
+            shutil.rmtree(scratch)
+    found |= worst_of(found)
+    if arguments.no_record:
+        for name, (value, unit, note) in found.items():
+            print(f"{name:<58} {value:>10.4g} {unit:<9} {note}")
+        return
+    is_gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name(0) if is_gpu else "CPU"
+    record("Training from a store on disk", found, device=device, packages=("torch", "triton"))
+
+
+if __name__ == "__main__":
+    main()
