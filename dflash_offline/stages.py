@@ -48,7 +48,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
         0 when every unit is committed, 75 when stopped early, else the failure's code.
     """
     from dflash_offline.progress import ExtractionProgress
-    from stage1_extract.extract import prepare_store
+    from stage1_extract.extract import judge_extraction, prepare_store
 
     run_dir = _start_run(config)
     places = slots(
@@ -62,7 +62,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     open_units = sorted(set(units) - store.committed())
     if not open_units:
         print(f"nothing to extract: all {len(units)} units are committed in {store_dir_of(config)}")
-        return 0
+        return judge_extraction(store, extract_run(config))
     num_sequences = sum(len(store.sequences_of(unit)) for unit in open_units)
     before = _stored(config)
     jobs = [
@@ -85,7 +85,15 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     ):
         exit_codes = run_jobs(jobs, places=places, show_line=progress.show_line)
     progress.print_summary(*(now - then for now, then in zip(_stored(config), before, strict=True)))
-    return _report(exit_codes, again=f"dflash-offline extract {run_file}")
+    again = f"dflash-offline extract {run_file}"
+    exit_code = _report(exit_codes, again=again)
+    num_left = len(set(units) - store.committed())
+    if num_left == 0:
+        # What a dead worker left the others have done.
+        return judge_extraction(store, extract_run(config))
+    if exit_code != EXIT_STOPPED_EARLY:
+        print(f"{num_left} of {len(units)} units are left; to go on: {again}", file=sys.stderr)
+    return exit_code
 
 
 def _stored(config: RunConfig) -> tuple[int, int, int]:

@@ -99,8 +99,8 @@ class ExtractConfig(Settings):
     writer_threads: int = Field(default=3, ge=1)
     """Shards that a GPU worker writes at once: one is filled while others are flushed to disk."""
     max_failed_fraction: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Share of sequences that may fail (NaN states, no supervised pair, a template that refuses)
-    before the exit code says so."""
+    """Share of all sequences of the store that may fail (NaN states, no supervised pair, a template
+    that refuses) before the exit code says so, now and whenever `extract` runs again."""
     stop_grace_s: float = Field(default=20.0, ge=0.0)
     """Seconds after a stop signal in which the open shard may still be finished."""
     max_store_bytes: ByteSize | None = None

@@ -19,6 +19,7 @@ from stage1_extract.batches import batches_for, row_sizes
 from stage1_extract.calibration import calibrate
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations
+from stage1_extract.failures import too_many_failed
 from stage1_extract.open_shard import OpenShard
 from stage1_extract.parity import choose_batching
 from stage1_extract.pipeline import Pipeline, ShardInProgress
@@ -102,7 +103,7 @@ def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
     order = [unit for unit in order if not store.is_committed(unit)]
     if not order:
         print("nothing to extract: all units are committed")
-        return EXIT_DONE
+        return judge_extraction(store, run)
     metrics_path = run.run_dir / "extract" / f"worker-{worker_index:05d}.metrics.jsonl"
     metrics = WorkerMetrics(metrics_path, worker_index=worker_index, num_workers=num_workers)
     with stop_requests() as stop:
@@ -119,7 +120,14 @@ def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
     print(metrics.summary(), flush=True)
     if stop and not all(map(store.is_committed, order)):
         return EXIT_STOPPED_EARLY
-    return judge_failures(metrics, max_failed_fraction=run.extract.max_failed_fraction)
+    return judge_extraction(store, run)
+
+
+def judge_extraction(store: WritableStore, run: ExtractRun) -> int:
+    """Exit code of an extraction whose units are all committed, whoever committed them."""
+    limit = run.extract.max_failed_fraction
+    failed = too_many_failed(store, run.store_dir, max_failed_fraction=limit)
+    return EXIT_FAILED if failed else EXIT_DONE
 
 
 def proof_units(store: WritableStore, open_units: Iterable[UnitId]) -> list[UnitId]:
@@ -316,21 +324,6 @@ def save_head(
         files = head_files(target, folder=resolve_target(run.target), token_ids=token_ids)
         for name in sorted(files, key=lambda each: (each == FACTS_FILE, each)):
             store.put_head_file(name, files[name])
-
-
-def judge_failures(metrics: WorkerMetrics, *, max_failed_fraction: float) -> int:
-    """Exit code of a worker whose units are all committed."""
-    num_failed = metrics.counts.num_failed
-    share = num_failed / max(1, metrics.counts.num_sequences + num_failed)
-    if share <= max_failed_fraction:
-        return EXIT_DONE
-    print(
-        f"{share:.0%} of the sequences failed, more than extract.max_failed_fraction ="
-        f" {max_failed_fraction:.0%}: {metrics.summary()}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return EXIT_FAILED
 
 
 class _Pace:

@@ -2,16 +2,25 @@
 
 from collections import Counter
 
+TOO_LONG = "longer than data.max_sequence_tokens"
+"""Reason of a sequence that `data.long_conversations = "skip"` leaves out."""
+
+WANTED_REASONS = frozenset({TOO_LONG})
+"""Reasons that a setting asked for: they are no failures."""
+
 
 class UnusableConversationError(ValueError):
     """One conversation cannot be used; the run may go on without it."""
 
-    def __init__(self, reason: str, *, source: str, detail: str = "", is_wanted: bool = False):
+    def __init__(self, reason: str, *, source: str, detail: str = ""):
         self.reason = reason
         """Short and constant, to be counted."""
-        self.is_wanted = is_wanted
-        """Whether a setting asked for it to be left out, so that it is no failure."""
         super().__init__(f"{source}: {reason}{f': {detail}' if detail else ''}")
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a setting asked for it to be left out, so that it is no failure."""
+        return self.reason in WANTED_REASONS
 
 
 class Problems:

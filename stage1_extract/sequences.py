@@ -19,7 +19,7 @@ from numpy import ndarray
 from transformers import PreTrainedTokenizerBase
 
 from stage1_extract.conversations import Conversation
-from stage1_extract.problems import UnusableConversationError
+from stage1_extract.problems import TOO_LONG, UnusableConversationError
 
 MASK_RULE_VERSION = 1
 """Part of a store's identity: raise it whenever the same conversation would give another mask."""
@@ -88,10 +88,9 @@ def to_sequence(
     if is_truncated and long_conversations == "skip":
         detail = f"{len(token_ids)} tokens, the limit is {max_sequence_tokens}"
         raise UnusableConversationError(
-            "longer than data.max_sequence_tokens",
+            TOO_LONG,
             source=f"{conversation.source} (id {conversation.id})",
             detail=detail,
-            is_wanted=True,
         )
     num_kept = _end_of_last_true(loss_mask[:max_sequence_tokens])
     mask = np.array(loss_mask[:num_kept], dtype=np.bool_)

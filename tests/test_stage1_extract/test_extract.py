@@ -221,7 +221,7 @@ def test_too_many_failures_show_in_the_exit_code(
     run = make_run(*talks(3), unsupervised)
     prepare_store(run)
     assert run_worker(run, worker_index=0, num_workers=1) == 1
-    assert "25% of the sequences failed" in capsys.readouterr().err
+    assert "25.0% of 4 sequences failed" in capsys.readouterr().err
     assert open_store(run.store_dir).snapshot().num_sequences == 3
 
 
