@@ -241,3 +241,42 @@ assert all(torch.equal(w, weights_again[name]) for name, w in fast_weights.items
 @pytest.mark.gpu
 def test_compiled_training_follows_the_plain_one_and_repeats_itself(run_script):
     run_script(TRAINED, device="cuda")
+
+
+GRADIENTS = (
+    TRAINED[: TRAINED.index("def train(fast_path, dtype)")]
+    + """
+from stage2_train.fp8 import use_fp8
+
+def gradients(fast_path, dtype, place, is_fp8=False):
+    drafter = Drafter(architecture).to(place, dtype)
+    if is_fp8:
+        use_fp8(drafter)
+    result = batch_loss(
+        drafter, batch_on_device(0).to(place), head=head.to(place, dtype),
+        decoders=(LayerDecoder(encoding="bf16"),) * 2, chunk_rows=64, fast_path=fast_path,
+    )
+    result.loss.backward()
+    assert result.is_compiled == (fast_path is not None)
+    return result.loss.detach().double().cpu(), {
+        name: p.grad.double().cpu() for name, p in drafter.named_parameters()
+    }
+
+exact_loss, exact = gradients(None, torch.float64, torch.device("cpu"))
+for dtype, is_fp8, loss_error, gradient_error in (
+    (torch.float32, False, 1e-4, 1e-3),
+    (torch.bfloat16, False, 5e-3, 5e-2),
+    (torch.bfloat16, True, 2e-2, 0.35),
+):
+    loss, found = gradients(make_fast_path(is_compiled=True), dtype, device, is_fp8)
+    assert abs(loss - exact_loss) <= loss_error * exact_loss, (dtype, is_fp8, loss, exact_loss)
+    for name, gradient in exact.items():
+        error = (found[name] - gradient).norm() / gradient.norm()
+        assert error <= gradient_error, (dtype, is_fp8, name, float(error))
+"""
+)
+
+
+@pytest.mark.gpu
+def test_compiled_gradients_are_near_the_float64_reference(run_script):
+    run_script(GRADIENTS, device="cuda")
