@@ -119,7 +119,8 @@ def evaluate(
             for name, drafter_dir in drafter_dirs.items()
         }
     print_table(results)
-    plot_path = run_dir_of(config) / "eval.svg"
+    plot = "eval.svg" if folder is None else f"eval-{folder.name}.svg"
+    plot_path = run_dir_of(config) / plot
     replace_whole(plot_path, acceptance_plot(results).encode())
     print(f"accepted by offset: {plot_path}")
     return _exit_code(results, tie_margin=bench.tie_margin)

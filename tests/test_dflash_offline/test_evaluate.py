@@ -67,6 +67,7 @@ def test_any_folder_and_sampling(run, tmp_path):
     assert evaluate(sampled, drafter_names=(), folder=exported, watch=False) == 0
     result = json.loads((Path(run.run_dir) / "eval-exported.json").read_text())
     assert result["suites"]["held_out"]["lossless_fraction"] is None
+    assert (Path(run.run_dir) / "eval-exported.svg").is_file()
 
 
 def test_several_turns_are_several_requests(run, tmp_path):
