@@ -142,3 +142,64 @@ def add_layers(
     sys.exit(
         run_added_layers(config, layers=names, worker_index=worker_index, num_workers=num_workers)
     )
+
+
+@store.command(name="import")
+@run_file_command
+@click.argument("cache_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--from",
+    "layout",
+    type=click.Choice(["specforge", "speculators", "model-optimizer", "deepspec"]),
+    help="Whose cache it is; told by its files if left out.",
+)
+@click.option("--layers", help="0-based decoder layers of the cache, in its order, such as 1,9,17.")
+@click.option(
+    "--loss-masks",
+    type=click.Path(path_type=Path),
+    help="JSON lines with id and loss_mask, for caches without.",
+)
+@click.option("--supervise-all", is_flag=True, help="Learn every token where no mask is known.")
+@click.option(
+    "--final-state",
+    type=click.Choice(["normed", "before-norm"]),
+    help="Where the cache's final states lie; its layout says so if left out.",
+)
+@click.option("--no-check", is_flag=True, help="Do not compare with the target's own states.")
+def import_command(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    cache_dir: Path,
+    layout: str | None,
+    layers: str | None,
+    loss_masks: Path | None,
+    supervise_all: bool,
+    final_state: str | None,
+    no_check: bool,
+) -> None:
+    """Fill the run's store from another project's cache; the run's target gives its identity."""
+    from dflash_offline.config import load_run_file
+    from dflash_offline.conversions import import_into_run, parse_layer_ids
+
+    import_into_run(
+        load_run_file(run_file, overrides=overrides),
+        source=cache_dir,
+        layout=layout,
+        layer_ids=None if layers is None else parse_layer_ids(layers),
+        loss_masks=loss_masks,
+        supervise_all=supervise_all,
+        final_is_normed=None if final_state is None else final_state == "normed",
+        is_checked=not no_check,
+    )
+
+
+@store.command()
+@click.argument("store_dir", type=str)
+@click.argument("out_dir", type=click.Path(path_type=Path))
+@click.option("--layers", help="Names such as 9,25; all by default.")
+@one_line_errors
+def export(store_dir: str, out_dir: Path, layers: str | None) -> None:
+    """Write each sequence as a safetensors file, in bf16; resumes where it stopped."""
+    from dflash_offline.conversions import export_to
+
+    export_to(store_dir, out_dir, layers=None if layers is None else layers.split(","))

@@ -1,0 +1,66 @@
+"""What `store import` and `store export` print."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from dflash_offline.config import RunConfig, extract_run, store_dir_of
+from dflash_offline.convert import ImportReport, ImportSettings, export_store, import_cache
+from storage.verify import verify_store
+
+
+def parse_layer_ids(text: str) -> tuple[int, ...]:
+    """Decoder layers written as `1,9,17`."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"--layers {text}: expected numbers such as 1,9,17") from error
+
+
+def import_into_run(config: RunConfig, **settings: Any) -> None:
+    """Imports a cache, checks every byte of the store and says what the cache lacked."""
+    with Progress(transient=True) as bar:
+        task = bar.add_task("importing")
+        report = import_cache(
+            extract_run(config),
+            ImportSettings(**settings),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    place = store_dir_of(config)
+    verdict = verify_store(place, full=True)
+    if not verdict.ok:
+        raise ValueError(f"{place}: {verdict.problems[0]}; run `store repair`, then import again")
+    print("\n".join(report_lines(report, place=place)))
+
+
+def report_lines(report: ImportReport, *, place: object) -> list[str]:
+    """The report as text."""
+    lines = [
+        f"{place}: {report.num_sequences:,} sequences, {report.num_tokens:,} tokens imported, "
+        "every byte read back"
+    ]
+    for name, difference in report.differences.items():
+        lines.append(f"layer {name}: differs from the target's own states by {difference:.2%}")
+    if not report.differences:
+        lines.append("states were not compared with the target's own")
+    for reason, count in report.skipped.items():
+        lines.append(f"skipped {count:,}: {reason}")
+    lines.append(
+        f"not recorded by the cache, taken from the run: {'; '.join(report.taken_from_run)}"
+    )
+    return lines
+
+
+def export_to(store_dir: str, out_dir: Path, *, layers: Sequence[str] | None) -> None:
+    """Exports a store and says how many files were written."""
+    with Progress(transient=True) as bar:
+        task = bar.add_task("exporting")
+        num_written = export_store(
+            store_dir,
+            out_dir,
+            layers=layers,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    print(f"{out_dir}: {num_written:,} files written")
