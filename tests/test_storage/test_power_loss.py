@@ -15,6 +15,7 @@ import pytest
 
 from storage.errors import StoreNotFoundError
 from storage.reader import open_store
+from storage.schema import LayerRecord
 from storage.verify import verify_store
 
 
@@ -124,6 +125,49 @@ def recorded(tmp_path: Path, making: SimpleNamespace) -> tuple[Recorder, list[in
             assert making.fill_unit(store, unit)
             sealed.append(len(recorder.calls))
     return recorder, sealed
+
+
+@pytest.fixture
+def recorded_growth(tmp_path: Path, making: SimpleNamespace) -> tuple[Recorder, int]:
+    """The calls of a store to which a layer is added, and after how many readers may see it."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(root, patch)
+        store = making.make_store(root / "store", num_sequences=3, num_units=2)
+        making.fill(store)
+        store.pend_layers([LayerRecord(name="5", encoding="bf16", hidden_size=16)])
+        for unit in store.units_lacking(["5"]):
+            with store.start_layers(unit, ["5"]) as writer:
+                for sequence_id in writer.sequence_ids:
+                    states = making.make_sequence(sequence_id)["states"]["9"]
+                    writer.append(sequence_id=sequence_id, states={"5": states})
+                assert writer.seal()
+        store.publish_layers(["5"])
+        return recorder, len(recorder.calls)
+
+
+def test_added_layers_survive_a_power_loss_and_are_never_seen_in_part(
+    recorded_growth: tuple[Recorder, int], tmp_path: Path
+) -> None:
+    recorder, published = recorded_growth
+    disk = Disk(recorder.root)
+    points = sorted(crash_points(recorder))
+    points = {*points[::4], *points[-12:], published}
+    for number, call in enumerate(recorder.calls, start=1):
+        disk.apply(*call)
+        if number not in points:
+            continue
+        left = tmp_path / f"left-{number}"
+        disk.lose_power(left, names_survive=False)
+        try:
+            store = open_store(left / "store")
+        except StoreNotFoundError:
+            continue
+        assert verify_store(left / "store", full=True).problems == []
+        assert ("5" in store.layers) or number < published
+        # Reads every layer that readers see, of every shard.
+        store.content_digest()
 
 
 def crash_points(recorder: Recorder) -> Iterator[int]:

@@ -1,4 +1,5 @@
 import errno
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,3 +253,20 @@ def test_a_disk_that_fails_to_read_is_damage(
     monkeypatch.setattr("os.preadv", fail)
     with pytest.raises(DamagedShardError, match="Input/output error"):
         snapshot.read(0, layers=["1"])
+
+
+def test_a_store_that_was_moved_or_copied_is_read_and_filled_on(
+    store_dir: Path, tmp_path: Path, making: SimpleNamespace
+) -> None:
+    store = making.make_store(store_dir)
+    making.fill_unit(store, store.units()[0])
+    snapshot = open_store(store_dir).snapshot()
+    copied = tmp_path / "zweite Kopie 二"
+    shutil.copytree(store_dir, copied)
+    moved = tmp_path / "moved"
+    store_dir.rename(moved)
+    for place in (copied, moved):
+        assert open_store(place).snapshot(snapshot.id).num_sequences == snapshot.num_sequences
+        making.fill(making.make_store(place))
+        assert open_store(place).is_complete()
+    assert open_store(copied).content_digest() == open_store(moved).content_digest()
