@@ -205,9 +205,9 @@ def run_store(
     worker: BenchmarkWorker, place: str, arguments: argparse.Namespace, forward_s: float
 ) -> Figures:
     """Fills the store, checks it, and gives the figures."""
-    start_s = time.perf_counter()
-    worker.metrics.restart_clock()
     with pipeline_of(worker) as worker.pipeline:
+        worker.metrics.restart_clock()
+        start_s = time.perf_counter()
         for unit in worker.store.units():
             worker.extract_unit(unit)
         synchronize(worker.target.device)

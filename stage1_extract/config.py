@@ -82,6 +82,9 @@ class ExtractConfig(Settings):
 
     gpus: tuple[int, ...] | None = None
     """GPUs to use, one worker each; None takes 0-4 of eight or more, else all."""
+    gpus_per_worker: int = Field(default=1, ge=1)
+    """GPUs that hold one target together, by transformers' tensor parallel plan for it; as many
+    processes on a machine without a GPU."""
     num_workers: int = Field(default=2, ge=1)
     """Worker processes on a machine without a GPU."""
     torch_threads: int = Field(default=1, ge=1)

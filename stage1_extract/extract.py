@@ -5,11 +5,13 @@ machines, at any time. A unit is computed by one worker from its own sequences o
 stored does not depend on how many there are.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from jaxtyping import Int32
@@ -20,6 +22,7 @@ from stage1_extract.calibration import calibrate
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations
 from stage1_extract.failures import too_many_failed
+from stage1_extract.full_disk import bytes_needed_named
 from stage1_extract.open_shard import OpenShard
 from stage1_extract.parity import choose_batching
 from stage1_extract.pipeline import Pipeline, ShardInProgress
@@ -38,6 +41,14 @@ from stage1_extract.signals import StopRequest, stop_requests
 from stage1_extract.target import load_target, resolve_target
 from stage1_extract.target_head import FACTS_FILE, head_files
 from stage1_extract.target_transformers import TransformersTarget, load_config, load_tokenizer
+from stage1_extract.tensor_parallel import (
+    Calls,
+    Group,
+    LeadingTarget,
+    calls_to_followers,
+    find_group,
+    follow,
+)
 from stage1_extract.work import unit_order
 from stage1_extract.worker_metrics import WorkerMetrics
 from storage.errors import StoreError
@@ -52,6 +63,7 @@ EXIT_STOPPED_EARLY = 75
 
 _PROOF_SEQUENCES = 3
 _PROOF_TOKENS = 256
+_PROOF_UNITS = 8
 
 
 def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
@@ -88,7 +100,8 @@ def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
 
     Start it after `prepare_store`. It takes its own share of the units first, then what the others
     have left. SIGTERM, SIGUSR1 and Ctrl-C end it between two batches: the open unit is finished if
-    the grace time allows, else dropped.
+    the grace time allows, else dropped. With `extract.gpus_per_worker` it is called in each process
+    of the worker; the first does the work, the others compute their parts of it.
 
     Returns:
         0 when every unit is committed, 75 when stopped early, 1 when too many sequences failed.
@@ -98,6 +111,25 @@ def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
         StoreError: The store cannot be written.
     """
     torch.set_num_threads(run.extract.torch_threads)
+    group = find_group(os.environ, wanted_size=run.extract.gpus_per_worker)
+    if group.rank > 0:
+        follow(group, run.target, device=worker_device(worker_index, group))
+        return EXIT_DONE
+    with calls_to_followers(group) as calls:
+        return lead_worker(run, calls, worker_index=worker_index, num_workers=num_workers)
+
+
+def lead_worker(
+    run: ExtractRun, calls: Calls | None, *, worker_index: int, num_workers: int
+) -> int:
+    """A worker's work, see `run_worker`, in its first process or its only one.
+
+    Args:
+        run: The run's settings.
+        calls: To the worker's other processes.
+        worker_index: 0-based.
+        num_workers: Workers of this run.
+    """
     store = open_for_writing(run.store_dir)
     order = unit_order(store.units(), worker_index=worker_index, num_workers=num_workers)
     order = [unit for unit in order if not store.is_committed(unit)]
@@ -105,10 +137,10 @@ def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
         print("nothing to extract: all units are committed")
         return judge_extraction(store, run)
     metrics_path = run.run_dir / "extract" / f"worker-{worker_index:05d}.metrics.jsonl"
-    metrics = WorkerMetrics(metrics_path, worker_index=worker_index, num_workers=num_workers)
-    with stop_requests() as stop:
+    with stop_requests() as stop, bytes_needed_named(run, store):
+        metrics = WorkerMetrics(metrics_path, worker_index=worker_index, num_workers=num_workers)
         try:
-            worker = start_worker(run, store, metrics, stop, worker_index=worker_index)
+            worker = start_worker(run, store, metrics, stop, calls, worker_index=worker_index)
             worker.prove(proof_units(store, order))
             metrics.restart_clock()
             with pipeline_of(worker) as worker.pipeline:
@@ -136,21 +168,32 @@ def proof_units(store: WritableStore, open_units: Iterable[UnitId]) -> list[Unit
     return [unit for unit in store.units() if unit.generation == generation]
 
 
+def worker_device(worker_index: int, group: Group) -> str:
+    """The device of this process: a GPU where there is any."""
+    num_gpus = torch.cuda.device_count()
+    number = worker_index if group.size == 1 else group.local_rank
+    return f"cuda:{number % num_gpus}" if num_gpus else "cpu"
+
+
 def start_worker(
     run: ExtractRun,
     store: WritableStore,
     metrics: WorkerMetrics,
     stop: StopRequest,
+    calls: Calls | None = None,
     *,
     worker_index: int,
 ) -> "Worker":
-    """Loads the target on this worker's device and indexes the conversations."""
-    num_gpus = torch.cuda.device_count()
-    device = f"cuda:{worker_index % num_gpus}" if num_gpus else "cpu"
+    """Loads the target on this worker's device or devices and indexes the conversations."""
+    if calls is None:
+        target = load_target(run.target, device=worker_device(worker_index, Group()))
+    else:
+        device = worker_device(worker_index, calls.group)
+        target = LeadingTarget.lead(run.target, calls, device=device)
     return Worker(
         run=run,
         store=store,
-        target=load_target(run.target, device=device),
+        target=target,
         conversations=open_conversations(run),
         layers=store.layers,
         metrics=metrics,
@@ -173,6 +216,8 @@ def pipeline_of(worker: "Worker") -> Iterator[Pipeline | None]:
         batch_tokens=worker.batch_tokens,
         write_buffer_bytes=settings.write_buffer_bytes,
     )
+    transfer.warm_up(worker.target.model.dtype)
+    worker.metrics.restart_clock()
     with Pipeline(transfer, worker.metrics, num_threads=settings.writer_threads) as pipeline:
         yield pipeline
         pipeline.drain()
@@ -201,18 +246,36 @@ class Worker:
         """Checks the states of a few sequences against plain forward passes; saves the head.
 
         The longest sequence of the unit is among them, whole: windows and chunks show only there.
+        Sequences with NaN or infinity prove nothing and are left out.
 
         Raises:
-            ValueError: States or head follow no rule that stage 2 could rely on.
+            ValueError: States or head follow no rule that stage 2 could rely on, or all sequences
+                tried give NaN.
         """
-        for unit in units:
+        num_tried = 0
+        for unit in islice(units, _PROOF_UNITS):
             usable, _ = self.read_unit(unit)
-            if usable:
-                proof = [each.token_ids[:_PROOF_TOKENS] for each in usable[:_PROOF_SEQUENCES]]
-                proof.append(max(usable, key=lambda each: each.num_tokens).token_ids)
-                self.choose_way(proof)
-                save_head(self.store, self.run, self.target, token_ids=proof[0])
+            if not usable:
+                continue
+            proof = [each.token_ids[:_PROOF_TOKENS] for each in usable[:_PROOF_SEQUENCES]]
+            proof.append(max(usable, key=lambda each: each.num_tokens).token_ids)
+            finite = [token_ids for token_ids in proof if self.is_finite(token_ids)]
+            num_tried += len(proof)
+            if finite:
+                self.choose_way(finite)
+                save_head(self.store, self.run, self.target, token_ids=finite[0])
                 return
+        if num_tried:
+            raise ValueError(
+                f"target.model: {self.run.target.model} gives NaN or infinity for all {num_tried}"
+                f" sequences tried; check its weights, and target.dtype = {self.run.target.dtype}"
+                " (float16 overflows where bfloat16 does not)"
+            )
+
+    def is_finite(self, token_ids: Int32[ndarray, "tokens"]) -> bool:
+        """Whether a plain forward pass of a sequence gives finite states in all layers."""
+        states = self.target.plain_hidden_states(token_ids, layers=list(self.layers))
+        return all(bool(torch.isfinite(each).all()) for each in states.values())
 
     def choose_way(self, proof: Sequence[Int32[ndarray, "_"]]) -> None:
         """Sets the fastest way of running the target that proves exact on some sequences.
@@ -233,8 +296,15 @@ class Worker:
 
     @property
     def is_compiling_wanted(self) -> bool:
-        """Whether decoder layers are to run compiled."""
+        """Whether decoder layers are to run compiled; parted ones are not."""
         wanted = self.run.extract.compile
+        if self.run.extract.gpus_per_worker > 1:
+            if wanted:
+                raise ValueError(
+                    "extract.compile = true: a target on several GPUs (extract.gpus_per_worker)"
+                    " runs eagerly; remove one of the two settings"
+                )
+            return False
         return self.target.device.startswith("cuda") if wanted is None else wanted
 
     def extract_unit(self, unit: UnitId) -> None:
@@ -321,7 +391,7 @@ def save_head(
     try:
         open_store(run.store_dir).head_bytes(FACTS_FILE)
     except (StoreError, OSError):
-        files = head_files(target, folder=resolve_target(run.target), token_ids=token_ids)
+        files = target.together(head_files, folder=resolve_target(run.target), token_ids=token_ids)
         for name in sorted(files, key=lambda each: (each == FACTS_FILE, each)):
             store.put_head_file(name, files[name])
 

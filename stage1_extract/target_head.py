@@ -84,12 +84,25 @@ def head_weights(target: TransformersTarget) -> dict[str, Tensor]:
     lm_head: Any = target.model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"target.model: {type(target.model).__name__} has no LM head")
-    is_tied = lm_head.weight is embedding or lm_head.weight.data_ptr() == embedding.data_ptr()
+    is_tied = lm_head.weight is embedding or _pointer(lm_head.weight) == _pointer(embedding)
     if not is_tied:
         weights["lm_head.weight"] = lm_head.weight
     if getattr(lm_head, "bias", None) is not None:
         weights["lm_head.bias"] = lm_head.bias
-    return {name: weight.detach() for name, weight in weights.items()}
+    return {name: _whole(weight.detach()) for name, weight in weights.items()}
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """The weight, put together where processes hold parts of it."""
+    from torch.distributed.tensor import DTensor
+
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _pointer(weight: Tensor) -> int:
+    from torch.distributed.tensor import DTensor
+
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).data_ptr()
 
 
 def mask_token_id(target: TransformersTarget, *, num_rows: int) -> int | None:

@@ -1,6 +1,6 @@
 """The transformers backend: loads the target and reads hidden states with hooks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from stage1_extract.batches import MAX_SEQUENCES
@@ -68,11 +69,19 @@ class TransformersTarget:
         self._row_sizes: list[int] = []
 
     @classmethod
-    def load(cls, config: TargetConfig, *, device: str = "cpu") -> "TransformersTarget":
+    def load(
+        cls, config: TargetConfig, *, device: str = "cpu", is_parted: bool = False
+    ) -> "TransformersTarget":
         """Loads weights and tokenizer.
 
+        Args:
+            config: Which target, and how it computes.
+            device: Where to.
+            is_parted: Whether this process loads its part only, by the model's own plan for tensor
+                parallelism; all processes of torch.distributed do so at once.
+
         Raises:
-            ValueError: The target is not found or transformers cannot load it.
+            ValueError: The target is not found, transformers cannot load it, or it has no plan.
         """
         folder = resolve_target(config)
         tokenizer = load_tokenizer(config)
@@ -83,6 +92,13 @@ class TransformersTarget:
             "trust_remote_code": config.trust_remote_code,
             "output_loading_info": True,
         }
+        if is_parted:
+            if not text_config.base_model_tp_plan:
+                raise ValueError(
+                    f"extract.gpus_per_worker: transformers has no tensor parallel plan for"
+                    f" {text_config.model_type}; set it to 1, or use another target"
+                )
+            arguments["distributed_config"] = DistributedConfig(tp_plan="auto")
         disable_progress_bar()  # A worker's log is no place for a redrawn line.
         with _clear_errors(config):
             try:
@@ -96,8 +112,12 @@ class TransformersTarget:
                 f"target.model: {folder} lacks weights (transformers would make them up at random):"
                 f" {', '.join(sorted(info['missing_keys'])[:3])} and so on; fetch it again"
             )
-        model = model.to(device).eval().requires_grad_(False)
+        model = (model if is_parted else model.to(device)).eval().requires_grad_(False)
         return cls(model, tokenizer, device=device, published_dtype=text_config.dtype)
+
+    def together(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        """Calls a function of this target, in every process that holds a part of it."""
+        return function(self, **arguments)
 
     @torch.inference_mode()
     def hidden_states(

@@ -24,19 +24,6 @@ from storage.schema import LayerRecord
 _MIN_BUFFERS, _MAX_BUFFERS = 2, 8
 
 
-@dataclass
-class _PinnedBuffer:
-    """Host memory that the GPU copies to by itself; made when first needed."""
-
-    num_bytes: int
-    _memory: Shaped[Tensor, "bytes"] | None = None
-
-    def memory(self) -> Shaped[Tensor, "bytes"]:
-        if self._memory is None:
-            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
-        return self._memory
-
-
 def _mark(stream: torch.cuda.Stream | None = None, *, blocking: bool = False) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True, blocking=blocking)
     event.record(stream)
@@ -52,8 +39,8 @@ class CudaArrival:
     encoded: DeviceBuffers | None
     device_sample: Mapping[str, Tensor] | None
     host_sample: Mapping[str, Tensor] | None
-    buffer: _PinnedBuffer
-    free_buffers: "queue.SimpleQueue[_PinnedBuffer]"
+    buffer: Shaped[Tensor, "bytes"]
+    free_buffers: "queue.SimpleQueue[Tensor]"
     previous_end: torch.cuda.Event | None
     forward_start: torch.cuda.Event
     forward_end: torch.cuda.Event
@@ -67,7 +54,7 @@ class CudaArrival:
         self.copy_end.synchronize()
         # The memory on the device may be used again, now that the copies are done.
         self.encoded = self.device_sample = None
-        return as_batch(divide(self.buffer.memory(), self.layers, self.num_tokens), self.layers)
+        return as_batch(divide(self.buffer, self.layers, self.num_tokens), self.layers)
 
     def sample(self) -> Mapping[str, Float[Tensor, "sampled _"]] | None:
         """Some of its states as they were, on the host; asked after `wait`."""
@@ -117,11 +104,19 @@ class CudaTransfer:
         self._stream = torch.cuda.Stream(device)
         num_bytes = buffer_bytes(layers, batch_tokens)
         self.num_buffers = max(_MIN_BUFFERS, min(_MAX_BUFFERS, write_buffer_bytes // num_bytes))
-        self._free: queue.SimpleQueue[_PinnedBuffer] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(self.num_buffers):
-            self._free.put(_PinnedBuffer(num_bytes))
+            self._free.put(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
         self._forward_start: torch.cuda.Event | None = None
         self._previous_end: torch.cuda.Event | None = None
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles the kernels for states of a type, before the first batch needs them."""
+        states = {
+            name: torch.zeros(16, record.hidden_size, dtype=dtype, device=self._stream.device)
+            for name, record in self._layers.items()
+        }
+        encode_on_device(states, self._layers, self._channel_scales)
 
     def begin(self) -> None:
         """Notes that a forward pass is handed over next."""
@@ -146,7 +141,7 @@ class CudaTransfer:
         self._stream.wait_event(encode_end)
         copy_start = _mark(self._stream)
         with torch.cuda.stream(self._stream):
-            buffer.memory()[: len(encoded.whole)].copy_(encoded.whole, non_blocking=True)
+            buffer[: len(encoded.whole)].copy_(encoded.whole, non_blocking=True)
             host_sample = sample and {
                 name: each.to("cpu", non_blocking=True) for name, each in sample.items()
             }
