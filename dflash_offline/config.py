@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dflash_offline.run_paths import is_url, with_absolute_paths
 from dflash_offline.slurm_config import SlurmConfig
 from stage1_extract.config import (
     DataConfig,
@@ -93,6 +94,8 @@ class RunConfig(Settings):
 def load_run_file(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a run file or a preset's name, applies `--set` overrides, and checks every key.
 
+    Relative paths become absolute, see `run_paths`.
+
     Args:
         path: A TOML file, or the bare name of a preset such as `demo`.
         overrides: `table.key=value` strings; the value is read as TOML, else taken as text.
@@ -105,15 +108,21 @@ def load_run_file(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a valid TOML file: {error}") from error
+    here, folder = Path.cwd(), path.resolve().parent
+    outputs_dir = here if folder == PRESETS_DIR.resolve() else folder
+    tables = with_absolute_paths(tables, inputs_dir=folder, outputs_dir=outputs_dir)
     for override in overrides:
         _apply_override(tables, override)
+    # What is still relative was given with --set.
+    tables = with_absolute_paths(tables, inputs_dir=here, outputs_dir=here)
+    tables.setdefault("run_dir", str(here / "runs" / path.stem))
     try:
         config = RunConfig.model_validate(tables)
     except ValidationError as error:
         raise ValueError(f"{path}: {_describe(error)}") from error
     for drafter in config.drafter:
         _merged_train(config.train, drafter)
-    return config.model_copy(update=_resolved_paths(config, run_file=path))
+    return config
 
 
 def find_run_file(path: Path) -> Path:
@@ -172,7 +181,7 @@ def store_dir_of(config: RunConfig) -> Path | str:
     """The store's folder, absolute, or its URL; by default inside the run folder."""
     if config.store.dir is None:
         return run_dir_of(config) / "store"
-    return config.store.dir if _is_url(config.store.dir) else Path(config.store.dir)
+    return config.store.dir if is_url(config.store.dir) else Path(config.store.dir)
 
 
 def as_toml_tables(config: RunConfig) -> dict[str, Any]:
@@ -199,30 +208,6 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         inner = merged.get(key)
         merged[key] = _merge(inner, value) if isinstance(inner, dict) else value
     return merged
-
-
-def _resolved_paths(config: RunConfig, *, run_file: Path) -> dict[str, Any]:
-    data_dir = run_file.resolve().parent
-    run_dir = Path(config.run_dir or Path("runs") / run_file.stem).resolve()
-    store_dir = config.store.dir
-    if store_dir is not None and not _is_url(store_dir):
-        store_dir = str(Path(store_dir).resolve())
-    conversations = tuple(str(data_dir / file) for file in config.data.conversations)
-    prompts = tuple(str(data_dir / file) for file in config.regenerate.prompts)
-    suites = tuple(
-        str(data_dir / name) if name.endswith(".jsonl") else name for name in config.eval.suites
-    )
-    return {
-        "run_dir": str(run_dir),
-        "store": config.store.model_copy(update={"dir": store_dir}),
-        "data": config.data.model_copy(update={"conversations": conversations}),
-        "regenerate": config.regenerate.model_copy(update={"prompts": prompts}),
-        "eval": config.eval.model_copy(update={"suites": suites}),
-    }
-
-
-def _is_url(place: str) -> bool:
-    return "://" in place
 
 
 def _apply_override(tables: dict[str, Any], override: str) -> None:

@@ -16,10 +16,10 @@ HEADER = """# The run file
 
 One TOML file says everything about a run; `dflash-offline COMMAND RUN.toml` takes it, or the bare
 name of a preset (`demo`). `--set table.key=value` overrides one setting and may be repeated. An
-unknown key is refused, with the nearest known one named. Relative data paths start at the run
-file's folder; `run_dir`, `store.dir`, `regenerate.output`, `init_from` and a `target.model` that is
-a folder start at the working folder. This page is written by `docs/write_run_file_page.py` from the
-settings' own definitions.
+unknown key is refused, with the nearest known one named. Relative paths in a run file start at its
+folder (a `target.model` too, where a folder of that name is there or it starts with `.`); those
+given with `--set`, the default of `run_dir` and what a preset writes start at the working folder.
+This page is written by `docs/write_run_file_page.py` from the settings' own definitions.
 """
 
 

@@ -22,15 +22,76 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_paths_start_at_the_run_file_and_the_working_folder(
+def test_relative_paths_start_at_the_run_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "files"
+    (folder / "models" / "mine").mkdir(parents=True)
+    text = """
+run_dir = "out"
+[target]
+model = "models/mine"
+[data]
+conversations = ["data.jsonl", "/abs/data.jsonl"]
+[store]
+dir = "../store"
+[regenerate]
+prompts = ["prompts"]
+output = "answers.jsonl"
+[eval]
+suites = ["held_out", "own.jsonl"]
+[[drafter]]
+name = "one"
+init_from = "drafters/old"
+"""
+    config = load_run_file(write(folder, text))
+    assert config.run_dir == str(folder / "out")
+    assert config.target.model == str(folder / "models" / "mine")
+    assert config.data.conversations == (str(folder / "data.jsonl"), "/abs/data.jsonl")
+    assert store_dir_of(config).resolve() == tmp_path / "store"
+    assert config.regenerate.prompts == (str(folder / "prompts"),)
+    assert config.regenerate.output == str(folder / "answers.jsonl")
+    assert config.eval.suites == ("held_out", str(folder / "own.jsonl"))
+    assert config.drafter[0].init_from == str(folder / "drafters" / "old")
+
+
+def test_paths_given_with_set_and_defaults_start_at_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "files").mkdir()
-    config = load_run_file(write(tmp_path / "files", MINIMAL))
-    assert config.data.conversations == (str(tmp_path / "files" / "data.jsonl"),)
-    assert config.run_dir == str(tmp_path / "runs" / "experiment")
-    assert store_dir_of(config) == tmp_path / "runs" / "experiment" / "store"
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    path = write(tmp_path / "files", MINIMAL)
+    config = load_run_file(path)
+    assert config.run_dir == str(tmp_path / "here" / "runs" / "experiment")
+    assert store_dir_of(config) == tmp_path / "here" / "runs" / "experiment" / "store"
+    overrides = ["run_dir=out", "target.model=model", 'data.conversations=["data.jsonl"]']
+    config = load_run_file(path, overrides=overrides)
+    assert config.run_dir == str(tmp_path / "here" / "out")
+    assert config.target.model == str(tmp_path / "here" / "model")
+    assert config.data.conversations == (str(tmp_path / "here" / "data.jsonl"),)
+
+
+def test_a_preset_writes_to_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_run_file(Path("slurm"))
+    assert config.run_dir == str(tmp_path / "runs" / "slurm")
+    (data,) = load_run_file(Path("demo")).data.conversations
+    assert Path(data).is_file()
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "embedded:smollm2-135m-instruct", "gpt2"])
+def test_a_target_that_is_no_folder_keeps_its_name(tmp_path: Path, name: str) -> None:
+    config = load_run_file(write(tmp_path, MINIMAL), overrides=[f"target.model={name}"])
+    assert config.target.model == name
+
+
+def test_a_path_to_a_target_is_a_path_though_nothing_is_there(tmp_path: Path) -> None:
+    text = MINIMAL.replace("some/model", "./some/model")
+    assert load_run_file(write(tmp_path, text)).target.model == str(tmp_path / "some" / "model")
 
 
 def test_override_reaches_a_nested_setting(tmp_path: Path) -> None:

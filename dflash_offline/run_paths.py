@@ -1,0 +1,76 @@
+"""Paths of a run file: where relative ones start.
+
+Those written in a run file start at its folder, those given with `--set` at the working folder.
+What a preset writes goes there, too: the preset itself lies among the program's files.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Anchor = Callable[[str], str]
+
+
+def with_absolute_paths(
+    tables: Mapping[str, Any], *, inputs_dir: Path, outputs_dir: Path
+) -> dict[str, Any]:
+    """A run file's tables with every relative path made absolute; other values are left alone.
+
+    Values of a wrong type are left for the check of the settings.
+
+    Args:
+        tables: As read from TOML.
+        inputs_dir: Where paths of what is read start.
+        outputs_dir: Where paths of what is written start.
+    """
+
+    def read(path: str) -> str:
+        return str(inputs_dir / Path(path).expanduser())
+
+    def write(path: str) -> str:
+        return path if is_url(path) else str(outputs_dir / Path(path).expanduser())
+
+    def model(name: str) -> str:
+        return read(name) if _is_folder(name, inputs_dir) else name
+
+    def suite(name: str) -> str:
+        return read(name) if name.endswith(".jsonl") else name
+
+    changed = dict(tables)
+    changed = _changed(changed, "run_dir", write)
+    for table, key, anchor in (
+        ("target", "model", model),
+        ("data", "conversations", read),
+        ("store", "dir", write),
+        ("regenerate", "prompts", read),
+        ("regenerate", "output", write),
+        ("eval", "suites", suite),
+    ):
+        if isinstance(changed.get(table), dict):
+            changed[table] = _changed(changed[table], key, anchor)
+    if isinstance(changed.get("drafter"), list):
+        changed["drafter"] = [
+            _changed(each, "init_from", read) if isinstance(each, dict) else each
+            for each in changed["drafter"]
+        ]
+    return changed
+
+
+def is_url(place: str) -> bool:
+    """Whether a place is an object store's."""
+    return "://" in place
+
+
+def _is_folder(name: str, folder: Path) -> bool:
+    """Whether a target's name is a path: it looks like one, or a folder of that name is there."""
+    return name.startswith((".", "~", "/")) or (":" not in name and (folder / name).is_dir())
+
+
+def _changed(table: Mapping[str, Any], key: str, anchor: Anchor) -> dict[str, Any]:
+    """A table with the text, or the list of texts, under a key changed."""
+    value = table.get(key)
+    if isinstance(value, str):
+        return {**table, key: anchor(value)}
+    if isinstance(value, list):
+        return {**table, key: [anchor(each) if isinstance(each, str) else each for each in value]}
+    return dict(table)
