@@ -37,7 +37,7 @@ from stage1_extract.signals import StopRequest
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
 from stage1_extract.worker_metrics import WorkerMetrics
-from storage.encodings import encoded_bytes_per_token
+from storage.encodings import ENCODINGS, encoded_bytes_per_token
 from storage.reader import open_store
 from storage.schema import LayerRecord, StoreIdentity
 from storage.writer import create_store
@@ -140,8 +140,15 @@ def make_worker(
     names = captured_layers(
         None, num_layers=5, lm_head_input=False, num_target_layers=config.num_hidden_layers
     )
+    is_calibrated = ENCODINGS[arguments.encoding].calibrated
     store.add_layers(
-        LayerRecord(name=name, encoding=arguments.encoding, hidden_size=config.hidden_size)
+        LayerRecord(
+            name=name,
+            encoding=arguments.encoding,
+            hidden_size=config.hidden_size,
+            # Random states have channels of like size: a calibration would find this.
+            channel_scales=(1.0,) * config.hidden_size if is_calibrated else None,
+        )
         for name in names
     )
     token_bytes = len(names) * encoded_bytes_per_token(arguments.encoding, config.hidden_size)
