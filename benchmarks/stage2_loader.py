@@ -102,7 +102,7 @@ def measure(arguments: argparse.Namespace, encoding: str, scratch: Path) -> Figu
     planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=arguments.tokens)
 
     def from_store(count: int) -> Iterator[StepBatches]:
-        return itertools.islice(training._steps(snapshot, planned, position), count)
+        return itertools.islice(training.steps_of(snapshot, planned, position), count)
 
     resident = [batch for of_step in from_store(NUM_RESIDENT) for batch in of_step.arriving]
 

@@ -64,7 +64,7 @@ def endless_steps(training: Training, store: Store) -> Iterator[StepBatches]:
     epoch, snapshot = 0, store.snapshot()
     while True:
         planned = plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=CAP_TOKENS)
-        yield from training._steps(snapshot, planned, Position(epoch=epoch))
+        yield from training.steps_of(snapshot, planned, Position(epoch=epoch))
         epoch += 1
 
 

@@ -76,12 +76,19 @@ def extract(
 @main.command()
 @run_file_command
 @click.option("--drafter", "drafter_name", help="Train this drafter alone, in this process.")
-def train(run_file: Path, overrides: tuple[str, ...], drafter_name: str | None) -> None:
+@click.option("--prime", is_flag=True, help="Only compile for it and drafters of its shape.")
+def train(
+    run_file: Path, overrides: tuple[str, ...], drafter_name: str | None, prime: bool
+) -> None:
     """Stage 2: train every drafter of the run file, each in a process of its own."""
     from dflash_offline.config import load_run_file
-    from dflash_offline.stages import launch_training, run_training
+    from dflash_offline.stages import launch_training, run_priming, run_training
 
     config = load_run_file(run_file, overrides=overrides)
+    if prime:
+        if drafter_name is None:
+            raise ValueError("--prime goes with --drafter NAME; without it `train` does so itself")
+        sys.exit(run_priming(config, drafter_name=drafter_name))
     if drafter_name is not None:
         sys.exit(
             run_training(config, drafter_name=drafter_name, run_file=run_file, overrides=overrides)

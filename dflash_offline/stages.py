@@ -29,6 +29,7 @@ from dflash_offline.launch import (
     run_jobs,
     slots,
 )
+from stage2_train.config import DrafterRun
 from storage.files import replace_whole
 from storage.lock import only_process_in
 from storage.reader import open_store
@@ -129,13 +130,52 @@ def launch_training(config: RunConfig, *, run_file: Path, overrides: Sequence[st
         )
         for drafter in config.drafter
     ]
-    width = max(len(job.name) for job in jobs)
-    exit_codes = run_jobs(
-        jobs,
-        places=places,
-        show_line=lambda name, line: print(f"{name:<{width}} | {line}", flush=True),
-    )
+    names = [job.name for job in jobs]
+    priming = _priming_jobs(config, run_file, overrides) if count_gpus() else []
+    width = max(map(len, [*names, *(job.name for job in priming)]))
+
+    def show(name: str, line: str) -> None:
+        print(f"{name:<{width}} | {line}", flush=True)
+
+    primed = run_jobs(priming, places=places, show_line=show)
+    if EXIT_STOPPED_EARLY in primed.values():
+        return _report(primed, again=f"dflash-offline train {run_file}")
+    for name, exit_code in primed.items():
+        if exit_code != 0:
+            # Not fatal: where it is the drafter's own fault, its training says so.
+            print(f"{name}: {describe_exit(exit_code)}; each drafter compiles for itself")
+    exit_codes = run_jobs(jobs, places=places, show_line=show)
     return _report(exit_codes, again=f"dflash-offline train {run_file}")
+
+
+def _priming_jobs(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> list[Job]:
+    """For each shape that several drafters share, and that is not primed: its first drafter."""
+    from stage2_train.compile_cache import primed_archive
+
+    by_archive: dict[Path, list[DrafterRun]] = {}
+    for drafter in config.drafter:
+        run = drafter_run(config, drafter.name)
+        if run.train.compile is not False and run.train.attention != "sdpa":
+            by_archive.setdefault(primed_archive(run), []).append(run)
+    return [
+        Job(
+            name=f"prime {runs[0].drafter.name}",
+            arguments=[
+                *_command("train", run_file, overrides),
+                *("--drafter", runs[0].drafter.name, "--prime"),
+            ],
+            log_path=runs[0].drafter_dir / "prime.log",
+        )
+        for archive, runs in by_archive.items()
+        if len(runs) > 1 and not archive.exists()
+    ]
+
+
+def run_priming(config: RunConfig, *, drafter_name: str) -> int:
+    """Fills the compile cache that drafters of one shape start from, in this process."""
+    from stage2_train.prime import prime
+
+    return 0 if prime(drafter_run(config, drafter_name)) else EXIT_STOPPED_EARLY
 
 
 def run_training(

@@ -1,8 +1,10 @@
 """How long a device was kept waiting or copying, by its own clock and without waiting for it."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -41,3 +43,14 @@ class DeviceClock:
         seconds = self._host_s + sum(start.elapsed_time(stop) for start, stop in ended) / 1e3
         self._host_s = 0.0
         return seconds
+
+
+def process_age_s() -> float | None:
+    """Gives the seconds since this process was started; None where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return None
+    # Field 22 of proc(5): clock ticks between the system's start and the process's.
+    return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")

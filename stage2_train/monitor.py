@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stage2_train.architecture import DrafterArchitecture
-from stage2_train.clock import DeviceClock
+from stage2_train.clock import DeviceClock, process_age_s
 from stage2_train.collate import PackedBatch
 from stage2_train.flops import measured_peak_flops, step_flops
 from stage2_train.metrics import BlockSums, summarize, total
@@ -88,6 +88,7 @@ class Monitor:
             self.tensorboard = SummaryWriter(
                 str(self.metrics_path.parent / "tensorboard"), purge_step=first_step + 1
             )
+        self._is_first_report = True
         self._restart_interval()
 
     def _restart_interval(self) -> None:
@@ -164,6 +165,9 @@ class Monitor:
             **_memory(self.device),
             **evidence,
         }
+        if self._is_first_report:
+            self._is_first_report = False
+            record["first_report_s"] = process_age_s()
         if self.peak_flops is not None:
             peak = self.peak_flops * self.ranks.size
             record["mfu_fraction"] = record["flops_per_s"] / peak
@@ -245,7 +249,7 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
         f"{thousands(record['block_tokens_per_s'])} block tok/s | "
         f"{execution_words(record)} | wait {record['wait_fraction']:.1%} "
         f"copy {record['copy_fraction']:.1%} compute {record['compute_fraction']:.1%} "
-        f"read {record['read_bytes_per_s'] / 1e9:.2g} GB/s"
+        f"read {byte_rate(record['read_bytes_per_s'])}"
     )
     if "memory_peak_bytes" in record:
         line += (
@@ -253,6 +257,8 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
             f"/{record['memory_total_bytes'] / 2**30:.0f} GiB"
             f" retries {record['memory_retries']}"
         )
+    if record.get("first_report_s") is not None:
+        line += f" | {record['first_report_s']:.0f} s after start"
     warnings = warning_words(record)
     return f"{line} | {warnings}" if warnings else line
 
@@ -260,11 +266,13 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
 def warning_words(record: Mapping[str, Any]) -> str:
     """Says in words which numbers of a record are bad, and what to do; empty where none is."""
     words = []
-    if record["wait_fraction"] > BAD_WAIT_FRACTION and record["step_s"] > SHORT_STEP_S:
+    is_first = record.get("first_report_s") is not None  # The first batch is always waited for.
+    is_slow = record["wait_fraction"] > BAD_WAIT_FRACTION and record["step_s"] > SHORT_STEP_S
+    if is_slow and not is_first:
         words.append(
             f"waiting for data {record['wait_fraction']:.0%}: the store gives "
-            f"{record['read_bytes_per_s'] / 1e9:.2g} GB/s, this drafter needs "
-            f"{record['read_bytes_per_s_needed'] / 1e9:.2g}: a faster disk, or a smaller encoding"
+            f"{byte_rate(record['read_bytes_per_s'])}, this drafter needs "
+            f"{byte_rate(record['read_bytes_per_s_needed'])}: a faster disk, or a smaller encoding"
         )
     if record["block_fill_fraction"] < GOOD_FILL_FRACTION:
         words.append(
@@ -314,6 +322,12 @@ def validation_line(step: int, validation: Mapping[str, Any]) -> str:
 def thousands(value: float) -> str:
     """Gives a rate in few characters."""
     return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+
+
+def byte_rate(bytes_per_s: float) -> str:
+    """Gives a rate of bytes in few characters."""
+    is_large = bytes_per_s >= 1e8
+    return f"{bytes_per_s / (1e9 if is_large else 1e6):.2g} {'GB' if is_large else 'MB'}/s"
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

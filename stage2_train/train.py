@@ -4,8 +4,10 @@ from contextlib import AbstractContextManager, closing, nullcontext
 
 import torch
 
+from stage2_train.compile_cache import use_compile_cache
 from stage2_train.config import DrafterRun
-from stage2_train.data import wait_for_store
+from stage2_train.data import open_run_store, wait_for_store
+from stage2_train.device import choose_device
 from stage2_train.monitor import say
 from stage2_train.position import Position
 from stage2_train.preparation import prepare
@@ -13,7 +15,7 @@ from stage2_train.ranks import Ranks, joined_ranks
 from stage2_train.signals import StopSignals
 from stage2_train.training import Ending, Training
 from storage.lock import only_process_in
-from storage.reader import Snapshot, Store, open_store
+from storage.reader import Snapshot, Store
 
 __all__ = ["EXIT_DONE", "EXIT_STOPPED_EARLY", "Training", "train_drafter"]
 
@@ -40,7 +42,11 @@ def train_drafter(run: DrafterRun) -> int:
         store = wait_together(run, ranks, stop)
         if store is None:
             return EXIT_STOPPED_EARLY
+        cache = None
+        if choose_device().type == "cuda":
+            cache = use_compile_cache(run, rank=ranks.rank)
         training, position = prepare(run, store, ranks)
+        training.cache = cache
         with closing(training.monitor):
             ending: Ending = "done" if position.epoch >= run.train.epochs else "epoch"
             while ending == "epoch":
@@ -66,7 +72,7 @@ def wait_together(run: DrafterRun, ranks: Ranks, stop: StopSignals) -> Store | N
     is_stopped = stop.is_set() or (ranks.is_first and store is None)
     if ranks.sum(float(is_stopped)) != [0.0]:
         return None
-    return store if store is not None else open_store(run.store_dir)
+    return store if store is not None else open_run_store(run)
 
 
 def same_snapshot(store: Store, position: Position, ranks: Ranks) -> Snapshot:

@@ -11,6 +11,7 @@ from stage2_train.batches import Share, Window, share_steps
 from stage2_train.checkpoint import remove_old_checkpoints, save_checkpoint
 from stage2_train.collate import PackedBatch
 from stage2_train.compile import Evidence
+from stage2_train.compile_cache import CompileCache
 from stage2_train.config import DrafterRun
 from stage2_train.data import BatchMaker, plan_epoch
 from stage2_train.decode import LayerDecoder
@@ -61,6 +62,8 @@ class Training:
     evidence: Evidence
     validation: dict[str, Any]
     """What the last validation found, with its step."""
+    cache: CompileCache | None = None
+    """What was compiled, to be kept with the checkpoints."""
 
     def epoch(
         self, snapshot: Snapshot, position: Position, stop: StopSignals
@@ -79,7 +82,7 @@ class Training:
         )
         if position.step >= steps:
             return position, "done"
-        for batches in self._steps(snapshot, planned, position):
+        for batches in self.steps_of(snapshot, planned, position):
             position, is_stopped = self.step(batches, position, steps=steps, stop=stop)
             is_last = position.step >= steps
             if is_last or position.step % train.validation_steps == 0:
@@ -90,7 +93,7 @@ class Training:
                 return position, "done" if is_last else "stopped"
         return position.next_epoch(), "epoch"
 
-    def _steps(
+    def steps_of(
         self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], position: Position
     ) -> Iterator[StepBatches]:
         """Yields the batches of each step that this rank computes, read ahead."""
@@ -216,6 +219,8 @@ class Training:
                         "versions": versions(),
                     },
                 )
+                if self.cache is not None:
+                    self.cache.pin()
                 remove_old_checkpoints(self.run.drafter_dir, keep=self.run.train.keep_checkpoints)
             # Nobody goes on, or leaves, before it is on disk.
             self.ranks.sum(0.0)

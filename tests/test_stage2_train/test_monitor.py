@@ -48,9 +48,11 @@ def test_live_line_says_what_matters():
 def test_waiting_for_data_is_said_in_words():
     slow = live_line(RECORD | {"wait_fraction": 0.31}, total_steps=800)
     assert (
-        "waiting for data 31%: the store gives 0.41 GB/s, this drafter needs 0.9: a faster disk"
+        "waiting for data 31%: the store gives 0.41 GB/s, this drafter needs 0.9 GB/s: a faster"
         in slow
     )
+    first = live_line(RECORD | {"wait_fraction": 0.31, "first_report_s": 41.3}, total_steps=800)
+    assert first.endswith("| 41 s after start")
 
 
 def test_padding_is_said_in_words():

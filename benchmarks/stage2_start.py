@@ -1,0 +1,123 @@
+"""How long a drafter takes from its process's start to step 1, on a store of many sequences.
+
+    python benchmarks/stage2_start.py [--sequences 1000000] [--shape tiny|small] [--no-record]
+
+A real store of short sequences of tiny states is written, then `dflash-offline train` runs on two
+drafters of one shape. On a GPU it primes their compile cache first; both start from copies of it.
+The seconds are those that each process's first log record gives. Without a GPU nothing is compiled:
+the figure is what opening the store and planning an epoch cost.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from results import record
+from synthetic_store import SHAPES, make_store
+
+ROOT = Path(__file__).parents[1]
+SEQUENCES_OF_SHARD = 2000
+
+
+def run_file(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Two drafters that differ in their seed only."""
+    drafter = {"num_layers": SHAPES[arguments.shape].num_layers, "block_size": 8}
+    settings: dict[str, Any] = {
+        "target": {"model": "none"},
+        "data": {"conversations": ["none.jsonl"]},
+        "store": {"dir": "store"},
+        "train": {
+            "batch_tokens": 2048,
+            "num_anchors": 256,
+            "max_steps": 4,
+            "log_steps": 1,
+            "validation_steps": 1000,
+        },
+        "launch": {"max_processes": 1},
+        "drafter": [{"name": f"seed-{i}", **drafter, "train": {"seed": i}} for i in range(2)],
+    }
+    if torch.cuda.is_available():
+        settings["launch"]["gpus"] = [0]
+    return settings
+
+
+def first_and_last(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A drafter's first and last record of a step."""
+    lines = (folder / "runs" / "run" / "drafters" / name / "metrics.jsonl").read_text().splitlines()
+    records = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+    return records[0], records[-1]
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, tuple[float, str, str]]:
+    """Writes the store, trains, gives the figures by name."""
+    start_s = time.perf_counter()
+    make_store(
+        folder / "store",
+        SHAPES[arguments.shape],
+        [arguments.tokens] * arguments.sequences,
+        encoding="fp8",
+        num_units=max(1, arguments.sequences // SEQUENCES_OF_SHARD),
+    )
+    print(f"{arguments.sequences} sequences in {time.perf_counter() - start_s:.0f} s", flush=True)
+    (folder / "run.toml").write_text(tomli_w.dumps(run_file(arguments)))
+    start_s = time.perf_counter()
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "DFLASH_OFFLINE_COMPILE_DIR": str(folder / "compile"),
+        "TORCHINDUCTOR_CACHE_DIR": "",
+    }
+    subprocess.run(
+        [sys.executable, "-m", "dflash_offline.cli", "train", "run.toml"],
+        cwd=folder,
+        env=environment,
+        check=True,
+    )
+    whole_s = time.perf_counter() - start_s
+    note = f"{arguments.sequences} sequences, {arguments.shape}"
+    figures: dict[str, tuple[float, str, str]] = {}
+    for name in ("seed-0", "seed-1"):
+        first, last = first_and_last(folder, name)
+        figures[f"stage2_start_{name}_s"] = (
+            first["first_report_s"],
+            "s",
+            f"{note}; process start to step 1; {first['execution']}, "
+            f"{first.get('num_compiles_cold', 0)} kernels cold, "
+            f"{first.get('num_compiles_cached', 0)} from the primed cache; "
+            f"step {last['step']} takes {last['step_s'] * 1e3:.0f} ms",
+        )
+    figures["stage2_start_all"] = (whole_s, "s", "priming and both drafters, one after the other")
+    return figures
+
+
+def main() -> None:
+    """Runs the benchmark and records its figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sequences", type=int, default=1_000_000)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--shape", choices=("tiny", "small"), default="tiny")
+    parser.add_argument("--no-record", action="store_true")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="stage2-start-"))
+    try:
+        figures = measure(arguments, folder)
+    finally:
+        shutil.rmtree(folder)
+    if arguments.no_record:
+        for name, (value, unit, note) in figures.items():
+            print(f"{name:<26} {value:>8.4g} {unit:<4} {note}")
+        return
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    record("From start to the first step", figures, device=device, packages=("torch", "triton"))
+
+
+if __name__ == "__main__":
+    main()
