@@ -3,7 +3,7 @@
 import errno
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float32, Int32, Shaped
 from storage import layout
 from storage.arrays import block_checksums, bytes_of
 from storage.buffers import BufferPool
+from storage.checks import Checks
 from storage.commits import (
     TOKEN_BYTES,
     AddedLayers,
@@ -90,15 +91,16 @@ class ShardReader:
     ) -> dict[str, EncodedStates]:
         """Encoded states of positions start..stop-1 by layer, into `out` where it is given."""
         states: dict[str, EncodedStates] = {}
-        for source in self._sources(layers):
-            names = [name for name in layers if name in source.layers and name not in states]
-            scales = self._read_scales(source, place, names, start, stop)
-            for name in names:
-                array = source.layers[name]
-                rows = self._destination(name, array, stop - start, out)
-                path = layout.array(source.attempt_dir, name)
-                self._read_array(path, array, name, place, start, rows)
-                states[name] = EncodedStates(data=rows, scales=scales.get(name))
+        with Checks() as checks:
+            for source in self._sources(layers):
+                names = [name for name in layers if name in source.layers and name not in states]
+                scales = self._read_scales(source, place, names, start, stop)
+                for name in names:
+                    array = source.layers[name]
+                    rows = self._destination(name, array, stop - start, out)
+                    path = layout.array(source.attempt_dir, name)
+                    checks.add(self._read_array(path, array, name, place, start, rows), rows.nbytes)
+                    states[name] = EncodedStates(data=rows, scales=scales.get(name))
         return {name: states[name] for name in layers}
 
     def _sources(self, layers: Sequence[str]) -> list[LayersRecord]:
@@ -128,7 +130,7 @@ class ShardReader:
             return {}
         rows = self._destination("scales", source.scales, stop - start, None)
         path = layout.scales(source.attempt_dir)
-        self._read_array(path, source.scales, "scales", place, start, rows)
+        self._read_array(path, source.scales, "scales", place, start, rows)()
         by_layer = np.ascontiguousarray(rows.T)
         return {name: by_layer[source.scale_columns.index(name)] for name in columns}
 
@@ -155,8 +157,8 @@ class ShardReader:
         place: int,
         start: int,
         rows: Shaped[np.ndarray, "tokens width"],
-    ) -> None:
-        """Fills `rows` from position `start` of a sequence on and verifies every byte.
+    ) -> Callable[[], None]:
+        """Fills `rows` from position `start` of a sequence on; gives what verifies every byte.
 
         Checksums cover blocks of 256 tokens, so up to 255 tokens before and behind the range
         are read too, into scratch memory beside the destination.
@@ -165,17 +167,29 @@ class ShardReader:
         first, last = start // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS)
         low, high = first * CHUNK_TOKENS, min(last * CHUNK_TOKENS, self.commit.num_tokens[place])
         if start == stop:
-            return
+            return lambda: None
         before = memoryview(bytearray((start - low) * array.row_bytes))
         behind = memoryview(bytearray((high - stop) * array.row_bytes))
         pieces = [before, bytes_of(rows), behind]
         offset = (self._first_token[place] + low) * array.row_bytes
         self._fill(layout.array_data(path), offset, pieces, name, place)
+        return lambda: self._verify(array, name, place, first, last, pieces)
+
+    def _verify(
+        self,
+        array: ArrayRecord,
+        name: str,
+        place: int,
+        first: int,
+        last: int,
+        pieces: Sequence[memoryview],
+    ) -> None:
+        """Raises unless the pieces are checksum blocks first..last-1 of a sequence."""
         found = np.array(list(block_checksums(pieces, array.row_bytes)), dtype=np.uint32)
         block = self._first_block[place] + first
         damaged = np.flatnonzero(found != array.checksums[block : block + last - first])
         if len(damaged):
-            token = self._first_token[place] + low + CHUNK_TOKENS * int(damaged[0])
+            token = self._first_token[place] + CHUNK_TOKENS * (first + int(damaged[0]))
             chunk = token // CHUNK_TOKENS
             raise self._damaged(name, place, f"chunk {chunk} does not match its checksum", chunk)
 
