@@ -1,17 +1,15 @@
 """Committed shards as columns, folded into files so that opening does not read every commit.
 
 What a reader knows of all sequences without touching a shard lies in a Catalog. It is built from
-commit records, or read from a catalog file plus the records that came after it.
+commit records, or read from a catalog file (`catalog_file`) plus the records that came after it.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
 from jaxtyping import Bool, Int32, Int64, UInt8, UInt64
 
 from storage import layout
@@ -20,9 +18,7 @@ from storage.errors import DamagedShardError, StoreWriteError
 from storage.files import Files
 from storage.plan import complete_generations
 from storage.records import read_record
-from storage.schema import UnitId, hash_id
-
-MAGIC = b"DFLCAT01"
+from storage.schema import UnitId, hash_id, held_out_mask
 
 FOLD_COMMITS = 256
 """Commit records newer than the newest catalog file from which on a reader writes another."""
@@ -53,6 +49,14 @@ class Catalog:
     def unit(self, shard: int) -> UnitId:
         """The unit of a shard."""
         return UnitId(int(self.generation[shard]), int(self.unit_index[shard]))
+
+    def held_out(self, fraction: float) -> Bool[np.ndarray, " sequences"]:
+        """Which sequences are kept from training."""
+        return held_out_mask(self.id_hash, fraction)
+
+    def text(self, start: int, stop: int) -> bytes:
+        """A piece of `id_text`."""
+        return self.id_text[start:stop].tobytes()
 
     def units(self) -> list[UnitId]:
         """The units of all shards, in order."""
@@ -87,7 +91,7 @@ def _one_shard(commit: Mapping[str, Any]) -> Catalog:
     )
 
 
-_EMPTY = Catalog(
+EMPTY = Catalog(
     generation=np.zeros(0, dtype=np.int32),
     unit_index=np.zeros(0, dtype=np.int32),
     attempt=np.zeros((0, 16), dtype=np.uint8),
@@ -104,7 +108,7 @@ _EMPTY = Catalog(
 def select(parts: Sequence[Catalog], *, keep: Bool[np.ndarray, " shards"] | None = None) -> Catalog:
     """Catalogs joined, some shards kept, in unit order."""
     joined = {
-        field.name: np.concatenate([getattr(part, field.name) for part in (_EMPTY, *parts)])
+        field.name: np.concatenate([getattr(part, field.name) for part in (EMPTY, *parts)])
         for field in fields(Catalog)
     }
     order = np.lexsort((joined["unit_index"], joined["generation"]))
@@ -130,44 +134,21 @@ def _gather(
     return np.repeat(shift, sizes) + np.arange(sizes.sum())
 
 
-def dump_catalog(catalog: Catalog, *, num_generations: int) -> bytes:
-    """The bytes of a catalog file: magic, header length, JSON header, columns, CRC-32C."""
-    columns = {field.name: getattr(catalog, field.name) for field in fields(Catalog)}
-    header = {
-        "num_generations_complete": num_generations,
-        "columns": [[name, c.dtype.str, list(c.shape)] for name, c in columns.items()],
-    }
-    text = json.dumps(header).encode()
-    parts = [MAGIC, len(text).to_bytes(8, "little"), text]
-    data = b"".join(parts + [column.tobytes() for column in columns.values()])
-    checksum: int = crc32c(data)
-    return data + checksum.to_bytes(4, "little")
-
-
-def parse_catalog(data: bytes) -> tuple[Catalog, int]:
-    """The catalog in a file and how many generations it holds completely."""
-    view = memoryview(data)
-    if data[:8] != MAGIC or crc32c(view[:-4]).to_bytes(4, "little") != data[-4:]:
-        raise DamagedShardError("its checksum does not match")
-    start = 16 + int.from_bytes(data[8:16], "little")
-    header = json.loads(data[16:start])
-    columns = {}
-    for name, dtype, shape in header["columns"]:
-        count = int(np.prod(shape))
-        columns[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
-        start += columns[name].nbytes
-    return Catalog(**columns), header["num_generations_complete"]
-
-
 def newest_catalog(files: Files) -> tuple[Catalog, int]:
-    """The largest catalog file that is whole; an empty catalog if there is none."""
+    """The largest catalog file that is whole and how many generations it holds completely.
+
+    An empty catalog if there is none. Of a large file the columns are read when they are used.
+    """
+    # Imported here, for it builds on this module.
+    from storage.catalog_file import open_catalog
+
     for name in reversed(files.names(layout.CATALOG)):
         try:
-            return parse_catalog(files.read(layout.catalog(name)))
+            return open_catalog(files, name)
         except (DamagedShardError, FileNotFoundError):
             # Catalog files repeat what commit records say, so an older one serves as well.
             continue
-    return _EMPTY, 0
+    return EMPTY, 0
 
 
 def read_catalog(
@@ -213,8 +194,10 @@ def _read_shards(files: Files, units: Sequence[UnitId]) -> list[Catalog]:
 
 def fold(files: Files, catalog: Catalog) -> None:
     """Writes a catalog file, from which later readers start."""
-    data = dump_catalog(catalog, num_generations=complete_generations(files, catalog.generation))
-    files.create(layout.catalog(f"{len(catalog):08d}-{crc32c(data):08x}.bin"), data)
+    from storage.catalog_file import write_catalog
+
+    num_generations = complete_generations(files, catalog.generation)
+    write_catalog(files, catalog, num_generations=num_generations)
 
 
 def _fold_if_writable(files: Files, catalog: Catalog) -> None:

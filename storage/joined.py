@@ -175,6 +175,11 @@ class JoinedSnapshot(Snapshot):
         """Committed shards of all members."""
         return int(self._first_shards[-1])
 
+    @property
+    def num_sequences(self) -> int:
+        """Committed sequences of all members."""
+        return int(self._starts[-1])
+
     def sequence_id(self, index: int) -> str:
         """The id of a sequence."""
         part, place = self._part(index)

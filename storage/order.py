@@ -41,13 +41,17 @@ def unmix(mixed: UInt64[np.ndarray, " count"]) -> UInt64[np.ndarray, " count"]:
     """The inverse of `mix`."""
     values = _unshift(mixed, _LAST_SHIFT)
     for shift, factor in reversed(_STEPS):
-        values = _unshift(values * np.uint64(pow(factor, -1, 2**64)), shift)
-    return values - np.uint64(_INCREMENT)
+        inverse = np.uint64(pow(factor, -1, 2**64))
+        values = _unshift(values * inverse, shift)
+    values -= np.uint64(_INCREMENT)
+    return values
 
 
 def _unshift(values: UInt64[np.ndarray, " count"], shift: int) -> UInt64[np.ndarray, " count"]:
     """The inverse of `x ^ (x >> shift)`."""
-    return values ^ (values >> np.uint64(shift)) ^ (values >> np.uint64(2 * shift))
+    undone: UInt64[np.ndarray, " count"] = values ^ (values >> np.uint64(shift))
+    undone ^= values >> np.uint64(2 * shift)
+    return undone
 
 
 def permutation(count: int, *, seed: int, epoch: int, stream: int) -> Int64[np.ndarray, " count"]:

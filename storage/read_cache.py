@@ -105,8 +105,9 @@ class ReadCache:
         for _, size, path in pieces:
             if left <= goal:
                 break
-            path.unlink(missing_ok=True)
-            left -= size
+            if not path.name.startswith(TEMPORARY):  # Another process still writes it.
+                path.unlink(missing_ok=True)
+                left -= size
         return left
 
     def _pieces(self) -> Iterator[tuple[float, int, Path]]:

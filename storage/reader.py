@@ -14,7 +14,7 @@ from storage import layout
 from storage.catalog import Catalog, read_catalog, select
 from storage.commits import CommitRecord, read_commit, tombstoned_units
 from storage.encodings import EncodedStates, decode
-from storage.errors import StoreError, StoreNotFoundError
+from storage.errors import DamagedShardError, StoreError, StoreNotFoundError
 from storage.files import Files, LocalFiles, replace_whole
 from storage.head import check_head_file, head_files, read_head_file
 from storage.identity import read_identity, read_layers
@@ -27,10 +27,12 @@ from storage.schema import (
     UnitId,
     format_units,
     hash_id,
-    held_out_mask,
     parse_units,
 )
 from storage.shards import Destinations, OpenShards, ShardReader
+
+SHARDS_AT_ONCE = 65_536
+"""Shards over whose sequences a running sum is taken at a time."""
 
 
 def open_store(store_dir: str | Path, *, cache: ReadCache | None = None) -> "Store":
@@ -207,18 +209,31 @@ class Snapshot:
         self._shards = OpenShards(store.files)
         counts = catalog.num_sequences.astype(np.int64)
         self._first_sequence = np.cumsum(counts) - counts
-        self._id_ends = np.cumsum(catalog.id_bytes, dtype=np.int64)
-        self.shard_index: Int64[np.ndarray, " sequences"] = np.repeat(
-            np.arange(len(counts), dtype=np.int64), counts
-        )
-        self.num_tokens: Int64[np.ndarray, " sequences"] = catalog.num_tokens.astype(np.int64)
-        self.num_supervised: Int64[np.ndarray, " sequences"] = catalog.num_supervised.astype(
-            np.int64
-        )
-        self.greedy: Bool[np.ndarray, " sequences"] = catalog.greedy.astype(np.bool_)
-        self.held_out: Bool[np.ndarray, " sequences"] = held_out_mask(
-            catalog.id_hash, store.identity.held_out_fraction
-        )
+
+    @cached_property
+    def shard_index(self) -> Int32[np.ndarray, " sequences"]:
+        """Shard of each sequence, in this snapshot."""
+        return np.repeat(np.arange(self.num_shards, dtype=np.int32), self._catalog.num_sequences)
+
+    @cached_property
+    def num_tokens(self) -> Int32[np.ndarray, " sequences"]:
+        """Tokens of each sequence."""
+        return self._catalog.num_tokens
+
+    @cached_property
+    def num_supervised(self) -> Int32[np.ndarray, " sequences"]:
+        """Positions of each sequence that can be anchors."""
+        return self._catalog.num_supervised
+
+    @cached_property
+    def greedy(self) -> Bool[np.ndarray, " sequences"]:
+        """Whether each sequence's answer is the target's own greedy output."""
+        return self._catalog.greedy.view(np.bool_)
+
+    @cached_property
+    def held_out(self) -> Bool[np.ndarray, " sequences"]:
+        """Whether each sequence is kept from training."""
+        return self._catalog.held_out(self.store.identity.held_out_fraction)
 
     @cached_property
     def id(self) -> str:
@@ -241,24 +256,50 @@ class Snapshot:
     @property
     def num_sequences(self) -> int:
         """Committed sequences, held-out ones included, skipped ones not."""
-        return len(self.num_tokens)
+        return (
+            int(self._first_sequence[-1] + self._catalog.num_sequences[-1])
+            if self.num_shards
+            else 0
+        )
 
     def sequence_id(self, index: int) -> str:
         """The id of a sequence."""
-        end = int(self._id_ends[index])
-        start = end - int(self._catalog.id_bytes[index])
-        return self._catalog.id_text[start:end].tobytes().decode()
+        shard = self._shard_of(index)
+        first = int(self._first_sequence[shard])
+        lengths = self._catalog.id_bytes[first : index + 1]
+        start = int(self._first_text[shard]) + int(lengths[:-1].sum())
+        text = self._catalog.text(start, start + int(lengths[-1]))
+        name = text.decode(errors="replace")
+        if hash_id(name) != int(self._catalog.id_hash[index]):
+            raise DamagedShardError(
+                f"the id of sequence {index} does not match its hash: remove the folder "
+                f"{self.store.files}/{layout.CATALOG}, for commit records say the same"
+            )
+        return name
+
+    @cached_property
+    def _first_text(self) -> Int64[np.ndarray, " shards"]:
+        """Where the ids of each shard begin in the text of all ids."""
+        # Summed over pieces: a running sum over all sequences would take 8 bytes for each.
+        bounds = np.append(self._first_sequence, self.num_sequences)
+        starts = np.zeros(len(bounds), dtype=np.int64)
+        for low in range(0, self.num_shards, SHARDS_AT_ONCE):
+            high = min(low + SHARDS_AT_ONCE, self.num_shards)
+            lengths = self._catalog.id_bytes[bounds[low] : bounds[high]]
+            sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            starts[low : high + 1] = starts[low] + sums[bounds[low : high + 1] - bounds[low]]
+        return starts[:-1]
 
     def index_of(self, sequence_id: str) -> int:
         """The index of a sequence; StoreError if the snapshot does not hold it."""
         wanted = hash_id(sequence_id)
         hashes = self._catalog.id_hash
         place = int(np.searchsorted(hashes, np.uint64(wanted), sorter=self._by_hash))
-        for index in self._by_hash[place:].tolist():
-            if int(hashes[index]) != wanted:
-                break
+        while place < len(hashes) and int(hashes[self._by_hash[place]]) == wanted:
+            index = int(self._by_hash[place])
             if self.sequence_id(index) == sequence_id:
-                return int(index)
+                return index
+            place += 1
         raise StoreError(f"{self.store.files} holds no committed sequence {sequence_id!r}")
 
     @cached_property
@@ -301,7 +342,7 @@ class Snapshot:
         shard, place = self._locate(index)
         token_ids, loss_mask = shard.read_tokens(place)
         return SequenceStates(
-            sequence_id=self.sequence_id(index),
+            sequence_id=shard.commit.sequence_ids[place],
             token_ids=token_ids[start:stop],
             loss_mask=loss_mask[start:stop],
             greedy=bool(self.greedy[index]),
@@ -322,6 +363,9 @@ class Snapshot:
         return read_commit(self.store.files, self._catalog.unit(shard))
 
     def _locate(self, index: int) -> tuple[ShardReader, int]:
-        shard = int(self.shard_index[index])
+        shard = self._shard_of(index)
         reader = self._shards.get(self._catalog.unit(shard))
         return reader, index - int(self._first_sequence[shard])
+
+    def _shard_of(self, index: int) -> int:
+        return int(np.searchsorted(self._first_sequence, index, side="right")) - 1

@@ -8,7 +8,7 @@ from crc32c import crc32c
 
 from storage import layout
 from storage.arrays import block_checksums
-from storage.catalog import parse_catalog
+from storage.catalog_file import parse_catalog
 from storage.commits import (
     TOKEN_BYTES,
     ArrayRecord,
