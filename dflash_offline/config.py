@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash_offline.run_paths import is_url, with_absolute_paths
+from dflash_offline.grid import expand_grids
 from dflash_offline.slurm_config import SlurmConfig
 from stage1_extract.config import (
     DataConfig,
@@ -81,6 +82,11 @@ class RunConfig(Settings):
     drafter: tuple[DrafterConfig, ...] = Field(min_length=1)
     eval: EvalConfig = EvalConfig()
     slurm: SlurmConfig = SlurmConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _grids_are_expanded(cls, tables: Any) -> Any:
+        return expand_grids(tables) if isinstance(tables, Mapping) else tables
 
     @model_validator(mode="after")
     def _drafter_names_are_unique(self) -> "RunConfig":

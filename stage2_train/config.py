@@ -147,6 +147,9 @@ class DrafterConfig(Settings):
     """Draft layers with a sliding window, 0-based."""
     train: dict[str, Any] = {}
     """Settings of `[train]` that differ for this drafter, for example {seed = 1}."""
+    grid: dict[str, list[Any]] = {}
+    """Settings with the values to try, for example {num_layers = [1, 2], train.seed = [0, 1]}:
+    the drafter stands for one drafter of each combination, named after it."""
     init_from: str | None = None
     """Folder of a drafter (a checkpoint or an export) whose weights training starts from."""
 
