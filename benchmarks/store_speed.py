@@ -5,7 +5,7 @@
 One shard of random bytes in the shape of Qwen3-8B in fp8: five layers of hidden size 4096,
 sequences of 1 to 3 K tokens. Every reader reads the same sequences, whole, in the same random
 order, all layers. "raw" is `preadv` from the shard's own files into reused memory, unverified; ours
-verifies every byte. The kinds take turns within each round; a figure is the median over rounds.
+verifies every byte, in a thread beside the one that reads. The kinds take turns within each round; a figure is the median over rounds.
 "cold" drops the files from the page cache before each reading (posix_fadvise).
 """
 
@@ -113,8 +113,12 @@ class Bench:
             self.snapshot.read(place, layers=LAYERS)
 
     def ours_into(self) -> None:
-        """One thread, into the caller's memory."""
-        for place in self.order:
+        """One thread, into the caller's memory, as `raw` reads."""
+        self.read_into(self.order)
+
+    def read_into(self, places: list[int]) -> None:
+        """The same memory again and again."""
+        for place in places:
             length = self.lengths[place]
             out = {name: self.memory[layer, :length] for layer, name in enumerate(LAYERS)}
             self.snapshot.read(place, layers=LAYERS, out=out)
@@ -132,9 +136,8 @@ class Bench:
             pass
 
     def ours_shard(self) -> None:
-        """The whole shard in the order of its bytes."""
-        for place in range(len(self.lengths)):
-            self.snapshot.read(place, layers=LAYERS)
+        """The whole shard in the order of its bytes, into the caller's memory."""
+        self.read_into(list(range(len(self.lengths))))
 
     def zarr(self) -> None:
         """zarr-python's own path."""
@@ -203,23 +206,30 @@ def summarize(rates: dict[str, list[float]]) -> dict[str, tuple[float, str, str]
         return statistics.median(a / b for a, b in zip(rates[top], rates[bottom], strict=True))
 
     figures: dict[str, tuple[float, str, str]] = {}
-    note = "random sequences, all layers, one thread, by time"
-    figures["store_read_random_fraction_of_raw"] = (ratio("warm_ours", "warm_raw"), "1", note)
-    note = "the same by processor time: what an idle machine would show"
-    cpu = ratio("warm_ours_cpu", "warm_raw_cpu")
+    note = "random sequences, all layers, read by one thread into its memory; goal 0.75"
+    figures["store_read_random_fraction_of_raw"] = (ratio("warm_ours_into", "warm_raw"), "1", note)
+    note = "the same by processor time of all threads, the verifying one included"
+    cpu = ratio("warm_ours_into_cpu", "warm_raw_cpu")
     figures["store_read_random_fraction_of_raw_cpu"] = (cpu, "1", note)
+    note = "into memory of the reader's pool"
+    figures["store_read_pooled_fraction_of_raw"] = (ratio("warm_ours", "warm_raw"), "1", note)
     note = f"both with {THREADS} threads"
     threads = ratio("warm_ours_threads", "warm_raw_threads")
     figures["store_read_threads_fraction_of_raw"] = (threads, "1", note)
-    figures["store_read_cold_fraction_of_raw"] = (ratio("cold_ours", "cold_raw"), "1", "cold")
+    cold = ratio("cold_ours_into", "cold_raw")
+    figures["store_read_cold_fraction_of_raw"] = (cold, "1", "random, cold; goal 0.75")
+    cold = ratio("cold_ours_shard", "cold_raw")
+    figures["store_read_shard_cold_fraction_of_raw"] = (cold, "1", "in byte order, cold")
     shard = ratio("warm_ours_shard", "warm_raw")
-    figures["store_read_shard_fraction_of_raw"] = (shard, "1", "in byte order")
-    figures["store_read_times_zarr"] = (ratio("warm_ours", "warm_zarr"), "1", "warm")
-    cpu = ratio("warm_ours_cpu", "warm_zarr_cpu")
+    figures["store_read_shard_fraction_of_raw"] = (shard, "1", "in byte order; goal 0.75")
+    figures["store_read_times_zarr"] = (ratio("warm_ours_into", "warm_zarr"), "1", "warm; goal 4")
+    cpu = ratio("warm_ours_into_cpu", "warm_zarr_cpu")
     figures["store_read_times_zarr_cpu"] = (cpu, "1", "warm, by processor time")
-    figures["store_read_times_safetensors"] = (ratio("warm_ours", "warm_safetensors"), "1", "warm")
+    safetensors = ratio("warm_ours_into", "warm_safetensors")
+    figures["store_read_times_safetensors"] = (safetensors, "1", "warm")
     written = ratio("write_ours", "write_safetensors")
-    figures["store_write_fraction_of_safetensors"] = (written, "1", "both flushed; ours committed")
+    note = "both flushed; ours committed; goal 0.8"
+    figures["store_write_fraction_of_safetensors"] = (written, "1", note)
     for name, values in rates.items():
         unit = "MB/CPU-s" if name.endswith("_cpu") else "MB/s"
         figures[f"store_{name}_mb_s"] = (statistics.median(values), unit, "")
