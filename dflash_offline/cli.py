@@ -70,7 +70,15 @@ def extract(
         raise ValueError("--worker I needs --num-workers N")
     if worker_index >= num_workers:
         raise ValueError(f"--worker {worker_index}: expected 0..{num_workers - 1}")
-    sys.exit(run_extraction_worker(config, worker_index=worker_index, num_workers=num_workers))
+    sys.exit(
+        run_extraction_worker(
+            config,
+            worker_index=worker_index,
+            num_workers=num_workers,
+            run_file=run_file,
+            overrides=overrides,
+        )
+    )
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""Start the ranks of one drafter on its GPUs: one process each, as torchrun would.
+"""Start the ranks of one drafter or worker on its GPUs: one process each, as torchrun would.
 
 The ranks get torchrun's variables, so they cannot tell the difference. It is not used itself
 because it turns exit code 75 into 1, ignores SIGUSR1 and kills ranks that take 30 s to checkpoint.
@@ -11,7 +11,13 @@ from pathlib import Path
 from dflash_offline.launch import Job, Slot, count_gpus, run_jobs, visible_device
 
 
-def run_ranks(arguments: Sequence[str], *, num_ranks: int, log_dir: Path) -> int:
+def run_ranks(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    log_dir: Path,
+    setting: str = "train.gpus_per_drafter",
+) -> int:
     """Runs one command on every rank until all have ended; gives their common exit code.
 
     Signals reach every rank. When one fails the others are killed: they wait for it in vain, and
@@ -21,11 +27,12 @@ def run_ranks(arguments: Sequence[str], *, num_ranks: int, log_dir: Path) -> int
         arguments: of `dflash-offline`, the same for every rank.
         num_ranks: how many to start.
         log_dir: where each keeps its output.
+        setting: which one named their number, for messages.
 
     Raises:
         ValueError: this process sees too few GPUs.
     """
-    places = rank_places(num_ranks, available_gpus=count_gpus(), port=_free_port())
+    places = rank_places(num_ranks, available_gpus=count_gpus(), port=_free_port(), setting=setting)
     jobs = [
         Job(name=f"rank {rank}", arguments=arguments, log_path=log_dir / f"rank-{rank:05d}.log")
         for rank in range(num_ranks)
@@ -34,12 +41,12 @@ def run_ranks(arguments: Sequence[str], *, num_ranks: int, log_dir: Path) -> int
     return max(exit_codes.values(), key=lambda code: (code not in (0, 75), code))
 
 
-def rank_places(num_ranks: int, *, available_gpus: int, port: int) -> list[Slot]:
+def rank_places(
+    num_ranks: int, *, available_gpus: int, port: int, setting: str = "train.gpus_per_drafter"
+) -> list[Slot]:
     """The place of each rank: its GPU, and the variables by which ranks find each other."""
     if 0 < available_gpus < num_ranks:
-        raise ValueError(
-            f"train.gpus_per_drafter = {num_ranks}, but this process sees {available_gpus} GPUs"
-        )
+        raise ValueError(f"{setting} = {num_ranks}, but this process sees {available_gpus} GPUs")
     return [
         Slot(
             environment={

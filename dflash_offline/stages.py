@@ -52,12 +52,19 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     from stage1_extract.extract import judge_extraction, prepare_store
 
     run_dir = _start_run(config)
+    group_size = config.extract.gpus_per_worker
     places = slots(
         config.extract.gpus,
         available_gpus=count_gpus(),
-        cpu_processes=config.extract.num_workers,
+        cpu_processes=config.extract.num_workers * group_size,
         first=True,
     )
+    num_workers = len(places) // group_size
+    if num_workers == 0:
+        raise ValueError(
+            f"extract.gpus_per_worker = {group_size}, but stage 1 has {len(places)} GPUs here; name"
+            " more in extract.gpus, or lower it"
+        )
     store = prepare_store(extract_run(config))
     units = store.units()
     open_units = sorted(set(units) - store.committed())
@@ -71,11 +78,12 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
             name=f"worker {index}",
             arguments=[
                 *_command("extract", run_file, overrides),
-                *("--worker", str(index), "--num-workers", str(len(places))),
+                *("--worker", str(index), "--num-workers", str(num_workers)),
             ],
             log_path=run_dir / "extract" / f"worker-{index:05d}.log",
+            num_places=group_size,
         )
-        for index in range(len(places))
+        for index in range(num_workers)
     ]
     # Workers of two launchers would compute the same units; the store keeps one, time is lost.
     with (
@@ -103,12 +111,35 @@ def _stored(config: RunConfig) -> tuple[int, int, int]:
     return snapshot.num_shards, snapshot.num_sequences, int(snapshot.num_tokens.sum())
 
 
-def run_extraction_worker(config: RunConfig, *, worker_index: int, num_workers: int) -> int:
-    """One worker of stage 1, in this process; any number of them share a store."""
+def run_extraction_worker(
+    config: RunConfig,
+    *,
+    worker_index: int,
+    num_workers: int,
+    run_file: Path,
+    overrides: Sequence[str],
+) -> int:
+    """One worker of stage 1, in this process; any number of them share a store.
+
+    With `extract.gpus_per_worker` it is the parent of the worker's processes, unless torchrun or
+    such a parent has started it as one of them.
+    """
     from stage1_extract.extract import prepare_store, run_worker
 
     run = extract_run(config)
-    prepare_store(run, is_worker=True)
+    num_ranks = run.extract.gpus_per_worker
+    if num_ranks > 1 and "RANK" not in os.environ:
+        from dflash_offline.rank_launch import run_ranks
+
+        numbers = ["--worker", str(worker_index), "--num-workers", str(num_workers)]
+        return run_ranks(
+            [*_command("extract", run_file, overrides), *numbers],
+            num_ranks=num_ranks,
+            log_dir=run.run_dir / "extract" / f"worker-{worker_index:05d}",
+            setting="extract.gpus_per_worker",
+        )
+    if num_ranks == 1 or os.environ["RANK"] == "0":
+        prepare_store(run, is_worker=True)
     return run_worker(run, worker_index=worker_index, num_workers=num_workers)
 
 

@@ -97,6 +97,17 @@ def test_extract_train_eval_export(command: Command, folder: Path) -> None:
     assert command("store", "verify", "--full", "runs/run/store").exit_code == 0
 
 
+@pytest.mark.slow
+def test_two_processes_hold_one_target(command: Command, folder: Path) -> None:
+    two_processes = ("--set", "extract.gpus_per_worker=2", "--set", "extract.num_workers=1")
+    extracted = command("extract", "run.toml", *two_processes)
+    assert extracted.exit_code == 0, extracted.stdout + extracted.stderr
+    extract_dir = folder / "runs" / "run" / "extract"
+    assert (extract_dir / "worker-00000" / "rank-00001.log").is_file()
+    assert "16 sequences" in (extract_dir / "worker-00000" / "rank-00000.log").read_text()
+    assert "nothing to extract" in command("extract", "run.toml", *two_processes).stdout
+
+
 TWO_RANKS = ("--set", "train.gpus_per_drafter=2")
 
 
