@@ -5,8 +5,9 @@
 One shard of random bytes in the shape of Qwen3-8B in fp8: five layers of hidden size 4096,
 sequences of 1 to 3 K tokens. Every reader reads the same sequences, whole, in the same random
 order, all layers. "raw" is `preadv` from the shard's own files into reused memory, unverified; ours
-verifies every byte, in a thread beside the one that reads. The kinds take turns within each round; a figure is the median over rounds.
-"cold" drops the files from the page cache before each reading (posix_fadvise).
+verifies every byte, in a thread beside the one that reads. The kinds take turns within each round;
+a figure is the median over rounds. "cold" drops the files from the page cache before each reading
+(posix_fadvise).
 """
 
 import argparse
