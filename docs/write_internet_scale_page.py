@@ -27,6 +27,17 @@ DRAFTER_LAYERS = 5
 GPUS_OF_A_NODE = 8
 DAYS = 30
 SEQUENCES = (1_000_000, 100_000_000, 10_000_000_000)
+OPENING = (
+    (1_008_000, 36_000, 0.19, 0.10),
+    (10_080_000, 360_000, 1.35, 0.32),
+    (100_800_000, 3_600_000, 15.4, 2.68),
+)
+"""Measured on simulated stores, two CPU cores (`benchmarks/store_open.py`): sequences, shards,
+seconds to open the store and shuffle an epoch, peak memory of that process in GB."""
+PACKING = (4.9e-6, 220)
+"""Seconds and bytes a sequence of packing an epoch's batches, likewise."""
+PUTS_OF_A_SHARD = 75
+"""Requests of writing a shard of SHARD_BYTES (docs/object-storage.md)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ INTRO = f"""\
 
 What a run costs before it starts, from 1 M to 10 B sequences, from 27B to 1T targets. Written by
 `docs/write_internet_scale_page.py`, where every constant and formula can be read and changed;
-nothing on this page was measured at these sizes.
+only the section on catalogs was measured at its sizes, on simulated stores.
 
 Assumed: {SEQUENCE_TOKENS:,} tokens a sequence on average, {LAYERS} captured layers, shards of
 {SHARD_BYTES / 1e9:.0f} GB, drafters of {DRAFTER_LAYERS} layers, 512 anchors of 16 in 3,072 tokens,
@@ -75,7 +86,7 @@ CONCLUSIONS = """\
   checkpoint (`init_from`) on the next slice, the slice then deleted. Which slice is next is
   the user's to say; nothing here automates it.
 - A target larger than one GPU's memory needs several GPUs a worker.
-- Opening a store costs what its catalog costs: `benchmarks/store_open.py` measures it.
+- Catalog and order hold to 100 M sequences on one machine; 10 B are a hundred stores.
 """
 
 
@@ -113,7 +124,9 @@ def files_of_a_shard() -> int:
 
 def page() -> str:
     """The whole page as Markdown."""
-    return "\n".join([INTRO, *_token_table(), *_store_table(), *_time_table(), CONCLUSIONS])
+    return "\n".join(
+        [INTRO, *_token_table(), *_store_table(), *_time_table(), *_catalog(), CONCLUSIONS]
+    )
 
 
 def _token_table() -> list[str]:
@@ -205,6 +218,37 @@ def _time_table() -> list[str]:
                 cells += [f"{gpu_days:,.1f}", f"{nodes:,.0f}" if nodes >= 10 else f"{nodes:.2g}"]
             lines.append(f"| {target.name} | {_count(sequences)} | {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _catalog() -> list[str]:
+    """Measured: what a trainer does before its first step."""
+    lines = [
+        "## Catalog and order, measured",
+        "",
+        "| sequences | shards | open and shuffle an epoch | peak memory |",
+        "|---|---|---|---|",
+    ]
+    for sequences, shards, seconds, gigabytes in OPENING:
+        lines.append(
+            f"| {_count(sequences)} | {_count(shards)} | {seconds:.3g} s | {gigabytes:.2g} GB |"
+        )
+    per_sequence, packed_bytes = PACKING
+    return [
+        *lines,
+        "",
+        "A catalog file takes 41 bytes a sequence, with ids of 21 characters; planning reads 8 of",
+        "them. A trainer then packs the epoch's batches, in plain Python:"
+        f" {per_sequence * 1e6:.1f} us and {packed_bytes} bytes",
+        f"a sequence. That is {per_sequence * 1e6:.0f} s for 1 M, but"
+        f" {per_sequence * 1e8 / 60:.0f} minutes and"
+        f" {packed_bytes * 1e8 / 1e9:.0f} GB for 100 M:",
+        "above some 20 M sequences give each training its slice, as a store of its own.",
+        "",
+        f"On S3 a shard of {SHARD_BYTES / 1e9:.0f} GB costs about {PUTS_OF_A_SHARD} requests once,"
+        f" a sequence {3 + LAYERS} in each epoch",
+        "([how they are counted](object-storage.md#requests)), few of them with a cache on the node.",
+        "",
+    ]
 
 
 def _bytes(value: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from storage import object_files
+from storage.catalog import fold, read_catalog
 from storage.errors import StoreError, StoreWriteError
 from storage.object_files import ObjectFiles
 from storage.probe import probe_place
@@ -100,6 +101,15 @@ def test_reads_and_uploads_outlive_failures(url: str, s3_server: Any) -> None:
     assert bytes(part) == data[-100:]
 
 
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "408 Request Timeout"])
+def test_a_server_that_is_too_busy_is_asked_again(url: str, s3_server: Any, status: str) -> None:
+    files = ObjectFiles.at(url)
+    s3_server.fault = failing_times(1, status)
+    assert files.create("record", b"ours")
+    s3_server.fault = failing_times(1, status, method="GET")
+    assert files.read("record") == b"ours"
+
+
 @pytest.mark.usefixtures("impatient")
 def test_what_does_not_end_is_one_clear_line(url: str, s3_server: Any) -> None:
     files = ObjectFiles.at(url)
@@ -166,8 +176,10 @@ def test_requests_are_counted_as_the_server_counts_them(
     written = _counted(s3_server, store.files) - before
     making.fill(store)
 
+    fold(store.files, read_catalog(store.files))
     opened = open_store(url)
     snapshot = opened.snapshot()
+    at_opening = _counted(s3_server, opened.files)
     layers = list(opened.layers)
     before = _counted(s3_server, opened.files)
     snapshot.read(0, layers=layers)
@@ -176,8 +188,11 @@ def test_requests_are_counted_as_the_server_counts_them(
     snapshot.read(1, layers=layers)
     second = _counted(s3_server, opened.files) - before
     with capsys.disabled():
-        print(f"\nrequests with {len(layers)} layers: a shard written {dict(written)}")
+        print(f"\na store opened {dict(at_opening)}")
+        print(f"requests with {len(layers)} layers: a shard written {dict(written)}")
         print(f"a sequence read: of a new shard {dict(first)}, of an open one {dict(second)}")
+    # Identity and catalog file, its size; names of tombstones, catalog files, generations.
+    assert at_opening == {"get": 2, "head": 1, "list": 3}
     # The tokens, the data and zarr.json of each layer and of the scales, then the commit.
     assert written["put"] == 2 + 2 * (len(layers) + 1)
     # The commit record, the tokens, the scales, each layer.
