@@ -317,7 +317,8 @@ def _layered(tensor: Tensor, hidden_size: int, path: Path) -> Tensor:
             f"{path}: states of width {rows.shape[1]} are no layers of the target's "
             f"{hidden_size}; check target.model"
         )
-    return rows.unflatten(1, (-1, hidden_size))
+    layered: Tensor = rows.unflatten(1, (-1, hidden_size))
+    return layered
 
 
 def _arrow_columns(path: Path, names: tuple[str, ...]) -> Iterator[list[Any]]:
