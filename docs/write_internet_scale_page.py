@@ -246,7 +246,7 @@ def _catalog() -> list[str]:
         "",
         f"On S3 a shard of {SHARD_BYTES / 1e9:.0f} GB costs about {PUTS_OF_A_SHARD} requests once,"
         f" a sequence {3 + LAYERS} in each epoch",
-        "([how they are counted](object-storage.md#requests)), few of them with a cache on the node.",
+        "([how they are counted](object-storage.md#requests)), few with a cache on the node.",
         "",
     ]
 
