@@ -131,6 +131,7 @@ def _plan_extraction(
     room = room_of(run, stored_bytes=0)
     limits = [limit for limit in (room.free_bytes, room.max_bytes) if limit is not None]
     problem = problem_with_room(run, count, shape, room)
+    group_size = run.extract.gpus_per_worker
     if measure:
         rate: float | None = _measure(run, sequences, shape)
     else:
@@ -139,12 +140,12 @@ def _plan_extraction(
             mean_context_tokens=count.mean_context_tokens,
             gpu_name=gpu_name,
             dtype=run.target.dtype,
-            torch_threads=run.extract.torch_threads,
+            num_places=group_size if gpu_name else group_size * run.extract.torch_threads,
         )
     places = slots(
         run.extract.gpus,
         available_gpus=count_gpus(),
-        cpu_processes=run.extract.num_workers,
+        cpu_processes=run.extract.num_workers * group_size,
         first=True,
     )
     return ExtractionPlan(
@@ -164,7 +165,7 @@ def _plan_extraction(
         ),
         problem=problem,
         device=gpu_name or "CPU",
-        num_workers=len(places),
+        num_workers=max(1, len(places) // group_size),
         worker_tokens_per_s=rate,
         is_measured=measure,
         memory=worker_memory(
@@ -173,6 +174,8 @@ def _plan_extraction(
             element_bytes=getattr(torch, run.target.dtype).itemsize,
             batch_tokens=max(run.extract.batch_tokens, count.longest_tokens),
             mlp_size=_mlp_size(target_config),
+            num_gpus=group_size,
+            write_buffer_bytes=int(run.extract.write_buffer_bytes) if gpu_name else None,
         ),
     )
 
@@ -200,6 +203,11 @@ def _count(
 def _measure(run: ExtractRun, sequences: Callable[[int], list[Any]], shape: StoreShape) -> float:
     from stage1_extract.plan_rates import measured_rate
 
+    if run.extract.gpus_per_worker > 1:
+        raise ValueError(
+            f"--measure loads the target on one GPU, extract.gpus_per_worker ="
+            f" {run.extract.gpus_per_worker} says that it does not fit; plan without it"
+        )
     found = sequences(MEASURED_SEQUENCES)
     if not found:
         raise ValueError(

@@ -33,8 +33,10 @@ _INODES_OF_A_STORE = 40
 _FAN_OUT = 256
 """Folders over which shards and commit records are spread, each."""
 
-_BATCHES_IN_FLIGHT = 4
-"""Encoded batches between the device and the disk."""
+_CPU_BATCHES = 2
+"""Batches of states and of their encoded form that a worker without a GPU holds."""
+_MOST_BUFFERS = 8
+"""Buffers of a batch each that a GPU worker pins, as `transfer` has it."""
 _LIVE_HIDDEN = 8
 """Tensors of the hidden size that are alive inside one decoder layer."""
 _LIVE_MLP = 3
@@ -162,7 +164,7 @@ class WorkerMemory:
     """What one extraction worker holds at its peak, in bytes."""
 
     device_bytes: int
-    """Weights and one batch; on a CPU this is memory of the host, too."""
+    """Weights and one batch on each of its GPUs; on a CPU this is memory of the host, too."""
     host_bytes: int
     """Encoded batches on their way to the disk, where layer arrays are written batch by batch."""
 
@@ -174,6 +176,8 @@ def worker_memory(
     element_bytes: int,
     batch_tokens: int,
     mlp_size: int,
+    num_gpus: int = 1,
+    write_buffer_bytes: int | None = None,
 ) -> WorkerMemory:
     """Peak memory of one worker: it grows with the batch, never with the store or the shard.
 
@@ -183,9 +187,15 @@ def worker_memory(
         element_bytes: Bytes of a number in the target's arithmetic type.
         batch_tokens: Tokens of the largest forward pass.
         mlp_size: Width of the target's MLP.
+        num_gpus: GPUs that share the weights.
+        write_buffer_bytes: Pinned memory between GPU and store; None without a GPU.
     """
+    encoded_bytes = batch_tokens * (shape.state_bytes + TOKEN_BYTES)
+    host_bytes = _CPU_BATCHES * encoded_bytes
+    if write_buffer_bytes is not None:
+        host_bytes = max(host_bytes, min(write_buffer_bytes, _MOST_BUFFERS * encoded_bytes))
     widths = (len(shape.layers) + _LIVE_HIDDEN) * shape.hidden_size + _LIVE_MLP * mlp_size
     return WorkerMemory(
-        device_bytes=element_bytes * (num_parameters + batch_tokens * widths),
-        host_bytes=_BATCHES_IN_FLIGHT * batch_tokens * (shape.state_bytes + TOKEN_BYTES),
+        device_bytes=element_bytes * (num_parameters // num_gpus + batch_tokens * widths),
+        host_bytes=host_bytes,
     )

@@ -20,10 +20,11 @@ from transformers import (
 
 from stage1_extract.batches import batches_for
 from stage1_extract.config import ExtractRun, TargetConfig
+from stage1_extract.decoder import find_decoder
 from stage1_extract.parity import choose_batching
 from stage1_extract.sequences import TokenSequence
 from stage1_extract.target import load_target, resolve_target
-from stage1_extract.target_transformers import find_decoder, load_config
+from stage1_extract.target_transformers import load_config
 from storage.schema import LM_HEAD_INPUT
 
 PEAK_FLOPS: dict[str, tuple[float, float]] = {
@@ -141,7 +142,7 @@ def estimated_rate(
     mean_context_tokens: float,
     gpu_name: str | None,
     dtype: str,
-    torch_threads: int,
+    num_places: int,
 ) -> float | None:
     """Tokens a second of one worker by the table; None for a GPU it does not hold.
 
@@ -150,13 +151,13 @@ def estimated_rate(
         mean_context_tokens: See `TokenCount`.
         gpu_name: As CUDA names it; None is a CPU.
         dtype: Arithmetic type of the target.
-        torch_threads: Threads of one worker on a CPU.
+        num_places: GPUs of one worker, or threads on a CPU.
     """
     if gpu_name is None:
-        flops: float | None = CPU_THREAD_FLOPS * torch_threads
+        flops: float | None = CPU_THREAD_FLOPS * num_places
     else:
         peak = peak_flops(gpu_name, is_half=dtype != "float32")
-        flops = None if peak is None else FORWARD_SHARE * peak
+        flops = None if peak is None else FORWARD_SHARE * peak * num_places
     return None if flops is None else flops / skeleton.forward_flops(mean_context_tokens)
 
 

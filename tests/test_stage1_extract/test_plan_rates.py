@@ -81,7 +81,7 @@ def test_the_table_is_near_the_measured_rate(
         mean_context_tokens=1536.0,
         gpu_name="NVIDIA H200",
         dtype="bfloat16",
-        torch_threads=1,
+        num_places=1,
     )
     assert rate == pytest.approx(36_900, rel=0.35)
 
@@ -90,7 +90,7 @@ def test_a_gpu_that_the_table_does_not_hold_has_no_rate(
     target_of: Callable[[PretrainedConfig], TargetConfig],
 ) -> None:
     skeleton = target_skeleton(target_of(QWEN3_8B), ["33"])
-    settings = {"mean_context_tokens": 1.0, "dtype": "bfloat16", "torch_threads": 1}
+    settings = {"mean_context_tokens": 1.0, "dtype": "bfloat16", "num_places": 1}
     assert estimated_rate(skeleton, gpu_name="Abacus 9", **settings) is None  # type: ignore[arg-type]
     assert estimated_rate(skeleton, gpu_name=None, **settings) is not None  # type: ignore[arg-type]
 
