@@ -29,13 +29,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stage1_extract.batches import batches_for, row_sizes
 from stage1_extract.config import DataConfig, ExtractConfig, ExtractRun, StoreConfig, TargetConfig
-from stage1_extract.extract import Worker, pipeline_of
 from stage1_extract.layers import captured_layers
 from stage1_extract.parity import choose_batching, relative_differences
 from stage1_extract.sequences import TokenSequence
 from stage1_extract.signals import StopRequest
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
+from stage1_extract.worker import Worker, pipeline_of
 from stage1_extract.worker_metrics import WorkerMetrics
 from storage.encodings import ENCODINGS, encoded_bytes_per_token
 from storage.reader import open_store

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from dflash_offline.foreign_caches import ForeignCache, ForeignSequence, open_cache
 from stage1_extract.config import ExtractRun
-from stage1_extract.extract import save_head
 from stage1_extract.parity import relative_differences
 from stage1_extract.preparation import record_layers, store_identity, store_shape
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget, load_config, load_tokenizer
+from stage1_extract.worker import save_head
 from storage.encodings import EncodedStates, calibrate_channels, encode
 from storage.errors import NonFiniteStatesError
 from storage.files import replace_whole

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_offline.caches import DecodingCache, attention_masks, unsupported_kinds
-from stage1_extract.target_transformers import capture, find_decoder
+from stage1_extract.decoder import capture, find_decoder
 from storage.schema import LM_HEAD_INPUT, layer_name
 
 # Largest relative difference between a cached pass and a plain one that rounding explains.

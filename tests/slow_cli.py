@@ -24,7 +24,7 @@ def slowed(function, stage):
 if __name__ == "__main__":
     if sys.argv[1] == "extract":
         print(f"GPUs of extract: {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)
-        from stage1_extract.extract import Worker
+        from stage1_extract.worker import Worker
 
         Worker.extract_batch = slowed(Worker.extract_batch, "extract")
     if sys.argv[1] == "train":

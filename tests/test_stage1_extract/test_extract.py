@@ -14,9 +14,10 @@ import torch
 
 from stage1_extract import extract
 from stage1_extract.config import ExtractRun
-from stage1_extract.extract import Worker, prepare_store, run_worker
+from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
+from stage1_extract.worker import Worker
 from storage.errors import IdentityMismatchError, StoreError, StoreWriteError
 from storage.reader import open_store
 from storage.writer import ShardWriter
@@ -249,7 +250,7 @@ def test_nan_is_named_skipped_and_never_stored(
                 states["2"][end - 1, 5] = torch.nan
         return states
 
-    monkeypatch.setattr(extract.Worker, "prove", lambda *_: None)
+    monkeypatch.setattr(Worker, "prove", lambda *_: None)
     monkeypatch.setattr(TransformersTarget, "hidden_states", poisoned)
     assert run_worker(run, worker_index=0, num_workers=1) == 0
     skipped = last_metrics(run)["skipped"]
@@ -417,7 +418,7 @@ def test_a_full_gpu_names_the_setting_to_lower(
     def full(*_: Any, **__: Any) -> None:
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(extract.Worker, "prove", lambda *_: None)
+    monkeypatch.setattr(Worker, "prove", lambda *_: None)
     monkeypatch.setattr(TransformersTarget, "hidden_states", full)
     with pytest.raises(ValueError, match=r"extract\.batch_tokens = 200: .* lower it"):
         run_worker(run, worker_index=0, num_workers=1)
