@@ -234,9 +234,9 @@ def finalize(run_file: Path, overrides: tuple[str, ...]) -> None:
 @click.option("--find", "mark", help="Check the mark that another host left at PLACE.")
 @one_line_errors
 def doctor(place: str | None, leave: bool, mark: str | None) -> None:
-    """Say what is wrong with this machine, and with PLACE for a store (a folder or URL).
+    """Say what is wrong with this machine, and with PLACE for a store: exit code 2 if anything is.
 
-    Exit code 2 if anything is.
+    PLACE is a folder, a URL or a run file, whose store is meant.
     """
     from dflash_offline.doctor import diagnose
 

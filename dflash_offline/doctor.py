@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dflash_offline.config import load_run_file, store_dir_of
 from storage.errors import StoreError
 from storage.files import LocalFiles
 from storage.layout import TEMPORARY
@@ -50,7 +51,8 @@ def diagnose(place: str | None, *, leave: bool, mark: str | None) -> int:
     """Looks at this machine, and at a place for a store if one is given; prints what it finds.
 
     Args:
-        place: a folder or URL; None looks at the machine alone.
+        place: a folder or URL, or a run file, whose store's place is meant; None looks at the
+            machine alone.
         leave: leave a mark at the place for another host to find.
         mark: the mark that another host left, to be checked from here.
 
@@ -59,6 +61,8 @@ def diagnose(place: str | None, *, leave: bool, mark: str | None) -> int:
     """
     if place is None and (leave or mark is not None):
         raise ValueError("--leave and --find need the PLACE that both hosts share")
+    if place is not None and place.endswith(".toml"):
+        place = str(store_dir_of(load_run_file(Path(place))))
     findings = []
     for finding in _look(place, leave=leave, mark=mark):
         print(f"{finding.verdict:4} {finding.text}", flush=True)

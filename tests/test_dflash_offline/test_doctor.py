@@ -76,6 +76,14 @@ def test_a_place_that_cannot_be_made_is_bad(tmp_path: Path) -> None:
     assert "BAD" in text
 
 
+def test_a_run_file_stands_for_its_store(tmp_path: Path) -> None:
+    tables = '[target]\nmodel = "m"\n[data]\nconversations = ["c"]\n[[drafter]]\nname = "d"\n'
+    (tmp_path / "run.toml").write_text(f'{tables}[store]\ndir = "{tmp_path}/there"\n')
+    exit_code, text = run(str(tmp_path / "run.toml"))
+    assert exit_code == 0, text
+    assert f"{tmp_path}/there: exclusive creation" in text
+
+
 def test_two_hosts_find_each_others_marks(tmp_path: Path) -> None:
     exit_code, text = run(str(tmp_path), "--leave")
     assert exit_code == 0
