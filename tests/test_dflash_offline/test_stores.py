@@ -9,10 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 
 from dflash_offline.cli import main
+from dflash_offline.config import RunConfig, drafter_run, store_dir_of
 from dflash_offline.stores import parse_range
+from stage2_train.checkpoint import latest_checkpoint
+from stage2_train.train import train_drafter
 from storage.losses import EncodingLoss
 from storage.reader import open_store
 
@@ -148,3 +153,19 @@ def test_stores_are_encoded_joined_and_cleaned(
     (unit,) = set(store.units()) - store.committed()
     store.start_shard(unit)
     assert "0 leftovers removed" in run("gc", store_dir).output  # too young
+
+
+def test_a_drafter_is_trained_on_joined_stores_as_on_the_store_itself(
+    run: Run, tiny_run: RunConfig, tmp_path: Path
+) -> None:
+    run("join", tmp_path / "joined", store_dir_of(tiny_run))
+    place = tiny_run.store.model_copy(update={"dir": str(tmp_path / "joined")})
+    config = tiny_run.model_copy(update={"store": place, "run_dir": str(tmp_path / "run")})
+    assert train_drafter(drafter_run(config, "small")) == 0
+    weights = [
+        load_file(latest_checkpoint(drafter_run(each, "small").drafter_dir) / "model.safetensors")
+        for each in (tiny_run, config)
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])
