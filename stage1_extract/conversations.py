@@ -219,11 +219,12 @@ def _parse_tokens(record: dict[str, Any], unusable: _Unusable) -> dict[str, Any]
         raise unusable("lengths differ", detail)
     if not token_ids:
         raise unusable("empty conversation")
-    if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
+    # Sets and not a loop over tokens: every start of an extraction reads all of them.
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0:
         raise unusable("bad token id", "token_ids must be whole numbers from 0")
-    if not all(value in (0, 1) for value in loss_mask):
+    if not set(map(type, loss_mask)) <= {int, bool} or not set(loss_mask) <= {0, 1}:
         raise unusable("bad loss mask", "loss_mask must hold 0 or 1 (or false and true)")
-    return {"token_ids": tuple(token_ids), "loss_mask": tuple(bool(each) for each in loss_mask)}
+    return {"token_ids": tuple(token_ids), "loss_mask": tuple(map(bool, loss_mask))}
 
 
 def _stable_id(record: dict[str, Any], content: dict[str, Any], unusable: _Unusable) -> str:
