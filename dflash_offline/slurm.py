@@ -136,6 +136,7 @@ def batch_run(config: RunConfig) -> BatchRun:
         name=f"{run_dir.name}-{of_path}",
         folder=run_dir / "slurm",
         drafters=tuple(drafter.name for drafter in config.drafter),
+        worker_gpus=config.extract.gpus_per_worker,
         ranks=_ranks_per_drafter(config),
         command=config.slurm.command or (sys.executable, "-m", "dflash_offline.cli"),
         config=config.slurm,

@@ -20,8 +20,8 @@ class SlurmExtractConfig(Settings):
     """Workers; a task does its share of the units, then what others left. At most 1,000."""
     tasks_at_once: int | None = Field(default=None, ge=1)
     """Tasks that may run at the same time; None sets no limit."""
-    gpus: int = Field(default=1, ge=0)
-    """GPUs of a task."""
+    gpus: int | None = Field(default=None, ge=0)
+    """GPUs of a task; None takes `extract.gpus_per_worker`."""
     cpus: int = Field(default=8, ge=1)
     """CPU cores of a task."""
     memory: str | None = None

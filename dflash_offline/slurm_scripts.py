@@ -23,6 +23,8 @@ class BatchRun:
     folder: Path
     """`slurm/` in the run folder: the files written here, the run's settings, the logs."""
     drafters: tuple[str, ...]
+    worker_gpus: int = 1
+    """GPUs of each extraction worker; it starts a process for each by itself."""
     ranks: int = 1
     """Processes of each drafter, one a GPU."""
     command: tuple[str, ...]
@@ -81,7 +83,7 @@ def extract_script(run: BatchRun) -> Script:
             log="extract-%a.log",
             array=f"{array_text(range(job.tasks))}{at_once}",
             cpus=job.cpus,
-            gpus=job.gpus,
+            gpus=run.worker_gpus if job.gpus is None else job.gpus,
             memory=job.memory,
             time=job.time,
             more=job.sbatch_lines,

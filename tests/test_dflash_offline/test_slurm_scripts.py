@@ -43,13 +43,16 @@ CASES = {
 }
 
 
-def make_batch_run(folder: Path = Path("/runs/demo/slurm"), ranks=1, **settings) -> BatchRun:
+def make_batch_run(
+    folder: Path = Path("/runs/demo/slurm"), ranks=1, worker_gpus=1, **settings
+) -> BatchRun:
     config = SlurmConfig(**settings)
     return BatchRun(
         name="demo-0123abcd",
         folder=folder,
         drafters=("small", "large"),
         ranks=ranks,
+        worker_gpus=worker_gpus,
         command=config.command,
         config=config,
     )
@@ -99,6 +102,14 @@ def test_a_drafter_of_many_ranks_has_a_gpu_for_each_on_every_node():
     alone = scripts(make_batch_run(**PLAIN))["train"]
     assert "#SBATCH --gres=gpu:1\n" in alone
     assert "--wait" not in alone
+
+
+def test_a_worker_of_many_gpus_is_one_task():
+    text = scripts(make_batch_run(**PLAIN, worker_gpus=4))["extract"]
+    assert "#SBATCH --gres=gpu:4\n" in text
+    assert "#SBATCH --ntasks=1\n" in text
+    text = scripts(make_batch_run(**PLAIN, extract={"gpus": 0}, worker_gpus=4))["extract"]
+    assert "--gres" not in text
 
 
 @given(st.sets(st.integers(0, 1000), min_size=1))
