@@ -1,5 +1,6 @@
 """A store in S3, against a real server on loopback: its laws, its failures, its requests."""
 
+import time
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,18 @@ def test_a_server_that_is_too_busy_is_asked_again(url: str, s3_server: Any, stat
     assert files.read("record") == b"ours"
 
 
+def test_a_server_that_does_not_answer_is_asked_again(
+    url: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_files, "REQUEST_TIMEOUT", "1s")
+    files = ObjectFiles.at(url)
+    for use in (lambda: files.create("record", b"ours"), lambda: files.read("record")):
+        waits = iter([2.0])
+        s3_server.fault = lambda environ, waits=waits: time.sleep(next(waits, 0.0))
+        assert use() in (True, b"ours")
+        assert next(waits, None) is None
+
+
 @pytest.mark.usefixtures("impatient")
 def test_what_does_not_end_is_one_clear_line(url: str, s3_server: Any) -> None:
     files = ObjectFiles.at(url)
@@ -155,6 +168,22 @@ def test_public_buckets_need_no_credentials(
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     assert ObjectFiles.at(url).read("record") == b"ours"
     assert signed == {False: 1}
+
+
+def test_profiles_of_the_aws_sdk_are_heard(
+    url: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("boto3")
+    text = "[work]\naws_access_key_id = key-of-work\naws_secret_access_key = secret\n"
+    (tmp_path / "credentials").write_text(text)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    headers: list[str] = []
+    s3_server.fault = lambda environ: headers.append(environ["HTTP_AUTHORIZATION"])
+    assert ObjectFiles.at(url).create("record", b"")
+    assert "Credential=key-of-work/" in headers[0]
 
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
