@@ -40,7 +40,8 @@ class DeviceClock:
         is_over = [stop.query() for _, stop in self._spans]
         ended = [span for span, over in zip(self._spans, is_over, strict=True) if over]
         self._spans = [s for s, over in zip(self._spans, is_over, strict=True) if not over]
-        seconds = self._host_s + sum(start.elapsed_time(stop) for start, stop in ended) / 1e3
+        ended_ms = [float(start.elapsed_time(stop)) for start, stop in ended]
+        seconds = self._host_s + sum(ended_ms) / 1e3
         self._host_s = 0.0
         return seconds
 
