@@ -4,13 +4,11 @@ Objects appear whole or not at all and need no flush; exclusive creation is a co
 server that ignores the condition a store is not safe for several writers: `doctor` finds it out.
 """
 
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import obstore
@@ -23,11 +21,11 @@ from obstore.exceptions import (
     PreconditionError,
     UnauthenticatedError,
 )
-from obstore.store import from_url
 
 from storage.errors import DamagedShardError, StoreError, StoreWriteError
 from storage.files import Buffer
 from storage.layout import TEMPORARY
+from storage.object_access import RETRY_S, first_line, open_object_store
 
 PART_BYTES = 16 * 2**20
 """Size of one part of an upload, in bytes; S3 takes 10,000 parts, which makes 168 GB."""
@@ -37,21 +35,6 @@ SINGLE_PUT_BYTES = 4 * PART_BYTES
 """Largest object that is put by one request."""
 PAGE_NAMES = 1000
 """Names that one request lists or deletes."""
-
-RETRY_S = 180.0
-"""Time after which a request is not tried again, in seconds."""
-RETRY: Any = {
-    "max_retries": 10,
-    "backoff": {
-        "init_backoff": timedelta(seconds=0.1),
-        "max_backoff": timedelta(seconds=15),
-        "base": 2,
-    },
-    "retry_timeout": timedelta(seconds=RETRY_S),
-}
-"""obstore tries a request again, with back-off and jitter, after a 5xx answer or a lost connection,
-and after a time-out where a second request cannot do harm."""
-REQUEST_TIMEOUT = "120s"
 
 CREATE_TRIES = 8
 CREATE_WAIT_S = 0.1
@@ -159,9 +142,9 @@ class ObjectFiles:
         other sources that only the AWS SDK knows need the package boto3.
         """
         try:
-            return cls(from_url(url, **_options(url)), name=url)
+            return cls(open_object_store(url), name=url)
         except (BaseError, ValueError) as error:
-            raise StoreError(f"{url} is no place for a store: {_first_line(error)}") from error
+            raise StoreError(f"{url} is no place for a store: {first_line(error)}") from error
 
     def __repr__(self) -> str:
         return self._name
@@ -288,54 +271,17 @@ class ObjectFiles:
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise kind(
                 f"cannot {action} {self}/{path}: the object store does not let you: "
-                f"{_first_line(error)}; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the "
+                f"{first_line(error)}; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the "
                 "bucket's policy, or set AWS_SKIP_SIGNATURE=true for a public bucket"
             ) from error
         except BaseError as error:
             raise kind(
-                f"cannot {action} {self}/{path}: {_first_line(error)}; check AWS_ENDPOINT_URL and "
+                f"cannot {action} {self}/{path}: {first_line(error)}; check AWS_ENDPOINT_URL and "
                 "credentials, then run the same command again"
             ) from error
         except FileNotFoundError as error:
             if action == "write":
                 raise kind(
-                    f"cannot write {self}/{path}: there is no such bucket: {_first_line(error)}"
+                    f"cannot write {self}/{path}: there is no such bucket: {first_line(error)}"
                 ) from error
             raise
-
-
-def _options(url: str) -> dict[str, Any]:
-    """What obstore does not take from the environment by itself."""
-    scheme = url.partition("://")[0]
-    if scheme not in ("s3", "s3a"):
-        return {} if scheme in ("memory", "file") else {"retry_config": RETRY}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or next(
-        (os.environ[name] for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ),
-        "",
-    )
-    options: dict[str, Any] = {
-        "retry_config": RETRY,
-        "client_options": {"timeout": REQUEST_TIMEOUT, "allow_http": endpoint.startswith("http:")},
-    }
-    if endpoint:
-        options["endpoint"] = endpoint
-    if "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ:
-        options["credential_provider"] = _sdk_credentials()
-    return options
-
-
-def _sdk_credentials() -> Any:
-    """Credentials as the AWS SDK finds them: profiles, single sign-on, processes."""
-    try:
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        raise StoreError(
-            "AWS_PROFILE needs the package boto3: pip install boto3, or set AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY instead"
-        ) from error
-    return Boto3CredentialProvider()
-
-
-def _first_line(error: Exception) -> str:
-    """What obstore says, without its debug output and the server's XML."""
-    return " ".join(str(error).partition("\n\nDebug source")[0].partition("<?xml")[0].split())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from storage import object_files
+from storage import object_access, object_files
 from storage.catalog import fold, read_catalog
 from storage.errors import StoreError, StoreWriteError
 from storage.object_files import ObjectFiles
@@ -30,8 +30,8 @@ def url(s3_server: Any) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up soon, and wait little before."""
-    few = {**object_files.RETRY, "max_retries": 1}
-    monkeypatch.setattr(object_files, "RETRY", few)
+    few = {**object_access.RETRY, "max_retries": 1}
+    monkeypatch.setattr(object_access, "RETRY", few)
     monkeypatch.setattr(object_files, "CREATE_WAIT_S", 0.001)
 
 
@@ -114,7 +114,7 @@ def test_a_server_that_is_too_busy_is_asked_again(url: str, s3_server: Any, stat
 def test_a_server_that_does_not_answer_is_asked_again(
     url: str, s3_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_files, "REQUEST_TIMEOUT", "1s")
+    monkeypatch.setattr(object_access, "REQUEST_TIMEOUT", "1s")
     files = ObjectFiles.at(url)
     for use in (lambda: files.create("record", b"ours"), lambda: files.read("record")):
         waits = iter([2.0])
