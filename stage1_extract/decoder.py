@@ -102,5 +102,5 @@ def no_hook_left_behind(model: nn.Module) -> Iterator[None]:
         for module, known in before.items():
             for key in set(module._forward_hooks) - known:
                 del module._forward_hooks[key]
-            if getattr(module, "_output_capturing_hooks_installed", False):
-                module._output_capturing_hooks_installed = False
+            if "_output_capturing_hooks_installed" in vars(module):
+                vars(module)["_output_capturing_hooks_installed"] = False

@@ -52,8 +52,8 @@ def encode_layer(
         "num_warps": max(1, min(16, padded // 512)),
     }
     if encoding == "bf16":
-        bits = data.view(torch.uint16)
-        _encode_bf16[(num_tokens,)](states, bits, status, states.stride(0), **common)
+        as_bits = data.view(torch.uint16)
+        _encode_bf16[(num_tokens,)](states, as_bits, status, states.stride(0), **common)
         return
     channels = scales if channel_scales is None else channel_scales
     if encoding in ROTATED:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int32
 from numpy import ndarray
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed.rendezvous import rendezvous
 
 from stage1_extract.config import TargetConfig
 from stage1_extract.signals import STOP_SIGNALS
@@ -67,7 +69,7 @@ def find_group(environment: Mapping[str, str], *, wanted_size: int) -> Group:
 class Calls:
     """The calls that the first process announces to the others, in order, through a store."""
 
-    def __init__(self, store: "dist.Store", group: Group):
+    def __init__(self, store: PrefixStore, group: Group):
         self.group = group
         self._store = store
         self._num_followers = group.size - 1
@@ -174,7 +176,7 @@ def _join(group: Group) -> Calls:
         # Each process sees its own GPU only, which is the first one there.
         os.environ["LOCAL_RANK"] = "0"
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=_CONNECT))
+        store, rank, size = next(rendezvous("env://", timeout=_CONNECT))
     except (dist.DistError, KeyError, ValueError) as error:
         raise ValueError(
             f"extract.gpus_per_worker: the {group.size} processes of this worker cannot connect"
@@ -182,9 +184,9 @@ def _join(group: Group) -> Calls:
         ) from error
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        backend, store=dist.PrefixStore("tensors", store), rank=rank, world_size=size
+        backend, store=PrefixStore("tensors", store), rank=rank, world_size=size
     )
-    return Calls(dist.PrefixStore("calls", store), group)
+    return Calls(PrefixStore("calls", store), group)
 
 
 class LeadingTarget(TransformersTarget):
