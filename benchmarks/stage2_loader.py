@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -66,19 +67,37 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed_steps(training: Training, steps: Iterator[StepBatches]) -> tuple[float, float]:
-    """Trains steps; gives seconds a step, and the share of them that was waiting for data."""
-    device = training.batches.device
-    wait(device)
-    training.monitor.waits.take_s()
-    position, num_steps, start_s = Position(step=10), 0, time.perf_counter()
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """How some steps went."""
+
+    step_s: float
+    wait_fraction: float
+    """Share of the steps' time that the device waited for data, the first batch apart."""
+    first_batch_s: float
+    """Wait for the first batch, which an epoch has once: nothing was read ahead of it."""
+
+
+def timed_steps(training: Training, steps: Iterator[StepBatches]) -> Pass:
+    """Trains steps and times all but the first."""
+    device, waits = training.batches.device, training.monitor.waits
+    position = Position(step=10)
     with StopSignals() as stop:
+        waits.take_s()
+        training.step(next(steps), position, steps=10**9, stop=stop)
+        wait(device)
+        first_batch_s = waits.take_s()
+        num_steps, start_s = 0, time.perf_counter()
         for batches in steps:
             training.step(batches, position, steps=10**9, stop=stop)
             num_steps += 1
-    wait(device)
-    elapsed_s = time.perf_counter() - start_s
-    return elapsed_s / num_steps, training.monitor.waits.take_s() / elapsed_s
+        wait(device)
+        elapsed_s = time.perf_counter() - start_s
+    return Pass(
+        step_s=elapsed_s / num_steps,
+        wait_fraction=waits.take_s() / elapsed_s,
+        first_batch_s=first_batch_s,
+    )
 
 
 def measure(arguments: argparse.Namespace, encoding: str, scratch: Path) -> Figures:
@@ -112,14 +131,14 @@ def measure(arguments: argparse.Namespace, encoding: str, scratch: Path) -> Figu
 
     timed_steps(training, synthetic(WARMUP_STEPS))
     count = min(arguments.steps, len(planned))
-    without = [timed_steps(training, synthetic(count // 2))[0]]
+    without = [timed_steps(training, synthetic(count // 2)).step_s]
     drop_page_cache(store_dir)
-    cold_s, cold_wait = timed_steps(training, from_store(count))
-    without.append(timed_steps(training, synthetic(count // 2))[0])
+    cold = timed_steps(training, from_store(count))
+    without.append(timed_steps(training, synthetic(count // 2)).step_s)
     for _ in training.batches.batches(snapshot, planned[:count], epoch=0):
         pass  # Everything is in the page cache now, as far as it fits.
-    warm_s, warm_wait = timed_steps(training, from_store(count))
-    without.append(timed_steps(training, synthetic(count // 2))[0])
+    warm = timed_steps(training, from_store(count))
+    without.append(timed_steps(training, synthetic(count // 2)).step_s)
     training.monitor.close()
     synthetic_s = statistics.median(without)
     needed = resident[0].num_state_bytes / synthetic_s
@@ -133,7 +152,7 @@ def measure(arguments: argparse.Namespace, encoding: str, scratch: Path) -> Figu
         tokens=arguments.tokens,
         synthetic_s=synthetic_s,
         needed_bytes_per_s=needed,
-        passes={"cold": (cold_s, cold_wait), "warm": (warm_s, warm_wait)},
+        passes={"cold": cold, "warm": warm},
     )
 
 
@@ -144,22 +163,27 @@ def figures(
     tokens: int,
     synthetic_s: float,
     needed_bytes_per_s: float,
-    passes: dict[str, tuple[float, float]],
+    passes: dict[str, Pass],
 ) -> Figures:
     """Names what was measured."""
     found: Figures = {
         f"stage2_synthetic_tok_s_{label}": (tokens / synthetic_s, "tokens/s", note),
         f"stage2_read_needed_{label}": (needed_bytes_per_s / 1e9, "GB/s", "at the synthetic rate"),
     }
-    for name, (step_s, wait_fraction) in passes.items():
+    for name, done in passes.items():
         cache = {"cold": "page cache dropped", "warm": "in the page cache"}[name]
         found |= {
             f"stage2_loader_fraction_of_synthetic_{label}_{name}": (
-                synthetic_s / step_s,
+                synthetic_s / done.step_s,
                 "fraction",
-                f"{note}; {cache}; {step_s * 1e3:.1f} against {synthetic_s * 1e3:.1f} ms",
+                f"{note}; {cache}; {done.step_s * 1e3:.1f} against {synthetic_s * 1e3:.1f} ms",
             ),
-            f"stage2_data_wait_fraction_{label}_{name}": (wait_fraction, "fraction", cache),
+            f"stage2_data_wait_fraction_{label}_{name}": (done.wait_fraction, "fraction", cache),
+            f"stage2_first_batch_{label}_{name}": (
+                done.first_batch_s,
+                "s",
+                f"once an epoch, not in the fractions; {cache}",
+            ),
         }
     return found
 

@@ -30,6 +30,7 @@ TIMELESS = (
     "epochs",
     "max_steps",
     "read_ahead_bytes",
+    "read_threads",
     "start_after_shards",
     "wait_for_store_s",
     "checkpoint_steps",

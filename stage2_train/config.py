@@ -101,6 +101,8 @@ class TrainConfig(Settings):
     system) for later epochs, shared by all drafters of a machine; None keeps nothing."""
     read_cache_bytes: int = Field(default=200_000_000_000, ge=1)
     """Bytes that this folder may hold; what was used longest ago goes first."""
+    read_threads: int = Field(default=4, ge=1)
+    """Threads that read the store; more for an object store or a network file system."""
     start_after_shards: int = Field(default=1, ge=1)
     """Committed shards to wait for before training starts on a store that is still filling."""
     wait_for_store_s: float | None = Field(default=None, ge=0.0)

@@ -30,7 +30,6 @@ from storage.reader import Snapshot, Store, open_store
 from storage.schema import LM_HEAD_INPUT, layer_name
 from storage.stream import read_ahead
 
-READ_THREADS = 4
 POLL_S = 5.0
 T = TypeVar("T")
 
@@ -48,6 +47,7 @@ class BatchMaker:
     stop_at_unsupervised: bool
     is_divided_by_blocks: bool
     read_ahead_bytes: int
+    read_threads: int
     device: torch.device
     copies: DeviceClock | None = None
     """Counts the time that copies to a GPU take, beside its computing."""
@@ -79,7 +79,7 @@ class BatchMaker:
             items,
             layers=self.layer_names,
             read_ahead_bytes=self.read_ahead_bytes,
-            num_threads=READ_THREADS,
+            num_threads=self.read_threads,
         )
         with closing(reading):  # type: ignore[type-var]
             for windows, sequences in zip(planned, reading, strict=True):
@@ -126,6 +126,7 @@ def make_batch_maker(
         stop_at_unsupervised=train.loss.stop_at_unsupervised,
         is_divided_by_blocks=is_paced,
         read_ahead_bytes=train.read_ahead_bytes,
+        read_threads=train.read_threads,
         device=device,
         copies=copies,
     )

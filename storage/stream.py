@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,10 @@ from storage.reader import SequenceStates, Snapshot
 
 Item = int | np.integer | tuple[int, slice]
 """A sequence index, or one with the token range to read."""
+Reading = list[Future[SequenceStates]]
+"""A sequence being read, whole or layer by layer."""
+SPLIT_BYTES = 8_000_000
+"""Sequences of more bytes than this are read layer by layer."""
 
 
 def read_ahead(
@@ -38,14 +43,18 @@ def read_ahead(
         on_damage: called for each damaged sequence, which its batch then lacks; None raises.
     """
     token_bytes = _token_bytes(snapshot, layers)
-    waiting: deque[tuple[int, list[Future[SequenceStates]]]] = deque()
+    waiting: deque[tuple[int, list[Reading]]] = deque()
     waiting_bytes = 0
     source = (list(batch) for batch in batches)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="read-ahead")
 
-    def submit(item: Item) -> Future[SequenceStates]:
+    def submit(item: Item) -> Reading:
         index, tokens = _index_and_tokens(item)
-        return pool.submit(snapshot.read, index, layers=layers, tokens=tokens)
+        # A long sequence's layers are read beside each other: else its batch, the first one above
+        # all, would wait for one thread while the others read what is needed later.
+        is_long = token_bytes * _num_tokens(snapshot, item) > SPLIT_BYTES
+        groups = [[name] for name in layers] if is_long and layers else [layers]
+        return [pool.submit(snapshot.read, index, layers=group, tokens=tokens) for group in groups]
 
     try:
         batch = next(source, None)
@@ -66,18 +75,18 @@ def read_ahead(
 
 
 def _results(
-    futures: Iterable[Future[SequenceStates]],
-    on_damage: Callable[[DamagedShardError], None] | None,
+    readings: Iterable[Reading], on_damage: Callable[[DamagedShardError], None] | None
 ) -> Iterator[SequenceStates]:
-    for future in futures:
+    for reading in readings:
         try:
-            sequence = future.result()
+            first, *others = [future.result() for future in reading]
         except DamagedShardError as error:
             if on_damage is None:
                 raise
             on_damage(error)
         else:
-            yield sequence
+            states = {name: part for some in (first, *others) for name, part in some.states.items()}
+            yield replace(first, states=states)
 
 
 def _token_bytes(snapshot: Snapshot, layers: Sequence[str]) -> int:

@@ -49,6 +49,29 @@ def test_batches_come_whole_and_in_order(
     assert reading_threads() == []
 
 
+def test_long_sequences_are_read_layer_by_layer_and_come_whole(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.stream.SPLIT_BYTES", 0)
+    read: list[tuple[int, tuple[str, ...]]] = []
+    plain_read = snapshot.read
+
+    def noted_read(index: int, *, layers: Sequence[str], **arguments: Any) -> Any:
+        read.append((index, tuple(layers)))
+        return plain_read(index, layers=layers, **arguments)
+
+    monkeypatch.setattr(snapshot, "read", noted_read)
+    stream = read_ahead(snapshot, [[(2, slice(1, 4))], [3]], layers=["1", "9"], num_threads=1)
+    (first,), (second,) = stream
+    assert read == [(2, ("1",)), (2, ("9",)), (3, ("1",)), (3, ("9",))]
+    for sequence, index, tokens in ((first, 2, slice(1, 4)), (second, 3, slice(None))):
+        whole = plain_read(index, layers=["1", "9"], tokens=tokens)
+        np.testing.assert_array_equal(sequence.token_ids, whole.token_ids)
+        assert list(sequence.states) == ["1", "9"]
+        for name in ("1", "9"):
+            np.testing.assert_array_equal(sequence.states[name].data, whole.states[name].data)
+
+
 def test_token_ranges_are_read_alone(snapshot: Snapshot) -> None:
     (batch,) = read_ahead(snapshot, [[(2, slice(1, 4)), 3]], layers=["1"])
     whole = snapshot.read(2, layers=["1"])
