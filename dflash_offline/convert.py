@@ -24,7 +24,8 @@ from stage1_extract.config import ExtractRun
 from stage1_extract.parity import relative_differences
 from stage1_extract.preparation import record_layers, store_identity, store_shape
 from stage1_extract.target import load_target
-from stage1_extract.target_transformers import TransformersTarget, load_config, load_tokenizer
+from stage1_extract.target_files import load_config, load_tokenizer
+from stage1_extract.target_transformers import TransformersTarget
 from stage1_extract.worker import save_head
 from storage.encodings import EncodedStates, calibrate_channels, encode
 from storage.errors import NonFiniteStatesError

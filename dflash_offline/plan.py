@@ -83,7 +83,7 @@ def plan_run(config: RunConfig, *, measure: bool) -> RunPlan:
     import torch
 
     from stage1_extract.target import resolve_target
-    from stage1_extract.target_transformers import load_config
+    from stage1_extract.target_files import load_config
 
     run = extract_run(config)
     folder = resolve_target(run.target, weights=False)
@@ -185,8 +185,9 @@ def _count(
 ) -> tuple["TokenCount", Callable[[int], list[Any]]]:
     """Tokens of the data, and a way to get some of its sequences."""
     from stage1_extract.plan_counts import sample, usable_sequences
-    from stage1_extract.preparation import counted, open_conversations, run_sequence
-    from stage1_extract.target_transformers import load_tokenizer
+    from stage1_extract.planning import counted
+    from stage1_extract.preparation import open_conversations, run_sequence
+    from stage1_extract.target_files import load_tokenizer
 
     tokenizer = load_tokenizer(run.target)
     conversations = open_conversations(run)

@@ -48,8 +48,16 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     Returns:
         0 when every unit is committed, 75 when stopped early, else the failure's code.
     """
+    from stage1_extract.receipt import is_finished, note_finished
+
+    run = extract_run(config)
+    if is_finished(run):
+        print(f"nothing to extract: {store_dir_of(config)} holds all of it")
+        return 0
+    # Imported only now: they load torch and transformers.
     from dflash_offline.progress import ExtractionProgress
-    from stage1_extract.extract import judge_extraction, prepare_store
+    from stage1_extract.failures import judge_extraction
+    from stage1_extract.planning import prepare_store
 
     run_dir = _start_run(config)
     group_size = config.extract.gpus_per_worker
@@ -65,12 +73,19 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
             f"extract.gpus_per_worker = {group_size}, but stage 1 has {len(places)} GPUs here; name"
             " more in extract.gpus, or lower it"
         )
-    store = prepare_store(extract_run(config))
+    store = prepare_store(run)
     units = store.units()
     open_units = sorted(set(units) - store.committed())
+
+    def judged() -> int:
+        exit_code = judge_extraction(store, run)
+        if exit_code == 0:
+            note_finished(run)
+        return exit_code
+
     if not open_units:
         print(f"nothing to extract: all {len(units)} units are committed in {store_dir_of(config)}")
-        return judge_extraction(store, extract_run(config))
+        return judged()
     num_sequences = sum(len(store.sequences_of(unit)) for unit in open_units)
     before = _stored(config)
     jobs = [
@@ -99,7 +114,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     num_left = len(set(units) - store.committed())
     if num_left == 0:
         # What a dead worker left the others have done.
-        return judge_extraction(store, extract_run(config))
+        return judged()
     if exit_code != EXIT_STOPPED_EARLY:
         print(f"{num_left} of {len(units)} units are left; to go on: {again}", file=sys.stderr)
     return exit_code

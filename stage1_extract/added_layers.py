@@ -26,7 +26,8 @@ from stage1_extract.parity import choose_batching
 from stage1_extract.preparation import store_identity
 from stage1_extract.signals import stop_requests
 from stage1_extract.target import load_target
-from stage1_extract.target_transformers import TransformersTarget, load_config, load_tokenizer
+from stage1_extract.target_files import load_config, load_tokenizer
+from stage1_extract.target_transformers import TransformersTarget
 from stage1_extract.work import unit_order
 from storage.commits import layers_of
 from storage.encodings import encoding_named

@@ -6,26 +6,17 @@ stored does not depend on how many there are.
 """
 
 import os
-import sys
 from collections.abc import Iterable
 
 import torch
 
-from stage1_extract.calibration import calibrate
 from stage1_extract.config import ExtractRun
-from stage1_extract.failures import too_many_failed
+from stage1_extract.failures import EXIT_DONE, judge_extraction
 from stage1_extract.full_disk import bytes_needed_named
-from stage1_extract.preparation import (
-    calibration_sequences,
-    open_conversations,
-    plan_units,
-    record_layers,
-    store_identity,
-    store_shape,
-)
+from stage1_extract.planning import prepare_store
+from stage1_extract.preparation import open_conversations
 from stage1_extract.signals import StopRequest, stop_requests
 from stage1_extract.target import load_target
-from stage1_extract.target_transformers import load_config, load_tokenizer
 from stage1_extract.tensor_parallel import (
     Calls,
     Group,
@@ -38,41 +29,12 @@ from stage1_extract.work import unit_order
 from stage1_extract.worker import Worker, pipeline_of
 from stage1_extract.worker_metrics import WorkerMetrics
 from storage.schema import UnitId
-from storage.writer import WritableStore, create_store, open_for_writing
+from storage.writer import WritableStore, open_for_writing
 
-EXIT_DONE = 0
-EXIT_FAILED = 1
+__all__ = ["prepare_store", "run_worker"]
+
 EXIT_STOPPED_EARLY = 75
 """Work that stopped at a signal and can be resumed (EX_TEMPFAIL)."""
-
-
-def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
-    """Makes the store with identity, layer records and plan, or brings an existing one up to date.
-
-    Idempotent, and safe when several processes call it at once. Loads no weights, but to calibrate
-    a new store's encoding.
-
-    Args:
-        run: The run's settings.
-        is_worker: Whether others may be filling the store already: then room on the disk is asked
-            for only where new conversations are planned.
-
-    Raises:
-        ValueError: The target, the data or a setting is unusable, or there is no room.
-        StoreError: The store belongs to another identity, or cannot be written.
-    """
-    config = load_config(run.target)
-    shape = store_shape(run, config)
-    tokenizer = load_tokenizer(run.target)
-    conversations = open_conversations(run)
-    if conversations.problems.counts:
-        summary = f"{conversations.problems.summary()}{conversations.problems.first()}"
-        print(f"unusable lines: {summary}", file=sys.stderr, flush=True)
-    store = create_store(run.store_dir, store_identity(run, config, tokenizer))
-    sample = calibration_sequences(run, conversations, tokenizer, vocab_size=config.vocab_size)
-    record_layers(store, shape, lambda: calibrate(run, sample, layers=shape.layers))
-    plan_units(store, run, conversations, tokenizer, shape, counts_open_units=not is_worker)
-    return store
 
 
 def run_worker(run: ExtractRun, *, worker_index: int, num_workers: int) -> int:
@@ -133,13 +95,6 @@ def lead_worker(
     if stop and not all(map(store.is_committed, order)):
         return EXIT_STOPPED_EARLY
     return judge_extraction(store, run)
-
-
-def judge_extraction(store: WritableStore, run: ExtractRun) -> int:
-    """Exit code of an extraction whose units are all committed, whoever committed them."""
-    limit = run.extract.max_failed_fraction
-    failed = too_many_failed(store, run.store_dir, max_failed_fraction=limit)
-    return EXIT_FAILED if failed else EXIT_DONE
 
 
 def proof_units(store: WritableStore, open_units: Iterable[UnitId]) -> list[UnitId]:

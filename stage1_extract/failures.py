@@ -8,11 +8,22 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from stage1_extract.config import ExtractRun
 from stage1_extract.problems import WANTED_REASONS
 from storage.reader import open_store
 from storage.writer import WritableStore
 
+EXIT_DONE = 0
+EXIT_FAILED = 1
+
 _SHOWN_SEQUENCES = 3
+
+
+def judge_extraction(store: WritableStore, run: ExtractRun) -> int:
+    """Exit code of an extraction whose units are all committed, whoever committed them."""
+    limit = run.extract.max_failed_fraction
+    failed = too_many_failed(store, run.store_dir, max_failed_fraction=limit)
+    return EXIT_FAILED if failed else EXIT_DONE
 
 
 def too_many_failed(

@@ -16,7 +16,8 @@ from transformers import GenerationConfig
 
 from stage1_extract.config import RegenerateConfig
 from stage1_extract.problems import UnusableConversationError
-from stage1_extract.target_transformers import TransformersTarget, stop_token_ids
+from stage1_extract.target_files import stop_token_ids
+from stage1_extract.target_transformers import TransformersTarget
 
 
 class Generator:

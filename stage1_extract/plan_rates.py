@@ -24,7 +24,7 @@ from stage1_extract.decoder import find_decoder
 from stage1_extract.parity import choose_batching
 from stage1_extract.sequences import TokenSequence
 from stage1_extract.target import load_target, resolve_target
-from stage1_extract.target_transformers import load_config
+from stage1_extract.target_files import load_config
 from storage.schema import LM_HEAD_INPUT
 
 PEAK_FLOPS: dict[str, tuple[float, float]] = {

@@ -1,6 +1,6 @@
 """Preparation: a store's identity, its layer records and the plan of its units."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,9 +13,7 @@ from stage1_extract.calibration import ChannelScalesByLayer
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations, read_conversations
 from stage1_extract.layers import captured_layers
-from stage1_extract.plan import TOKEN_BYTES, StoreShape, num_shards, store_size
-from stage1_extract.plan_counts import TokenCount, count_tokens
-from stage1_extract.plan_room import problem_with_room, room_of
+from stage1_extract.plan import StoreShape
 from stage1_extract.problems import UnusableConversationError
 from stage1_extract.sequences import (
     MASK_RULE_VERSION,
@@ -28,11 +26,8 @@ from stage1_extract.target_identity import tokenizer_sha256, weights_sha256
 from storage.encodings import encoding_named
 from storage.errors import StoreError
 from storage.order import permutation
-from storage.reader import open_store
 from storage.schema import LayerRecord, StoreIdentity
 from storage.writer import WritableStore
-
-_SAMPLED_CONVERSATIONS = 256
 
 
 def open_conversations(run: ExtractRun) -> Conversations:
@@ -190,109 +185,3 @@ def head_bytes(config: PretrainedConfig, *, dtype: str) -> int:
     published = getattr(torch, dtype) if config.dtype is None else config.dtype
     num_matrices = 1 if config.tie_word_embeddings else 2
     return int(num_matrices * config.vocab_size * config.hidden_size * published.itemsize)
-
-
-def plan_units(
-    store: WritableStore,
-    run: ExtractRun,
-    conversations: Conversations,
-    tokenizer: PreTrainedTokenizerBase,
-    shape: StoreShape,
-    *,
-    counts_open_units: bool,
-) -> None:
-    """Plans the conversations that no unit holds yet, in units of `shard_bytes`, if they fit.
-
-    Args:
-        store: Open for writing.
-        run: The run's settings.
-        conversations: All conversations of the run.
-        tokenizer: The target's.
-        shape: What a token takes in the store.
-        counts_open_units: Whether room is asked for even when nothing is new, for units planned
-            earlier and not committed. Not while other workers fill them: what they have written
-            would count as missing.
-
-    Raises:
-        ValueError: No conversation of a sample can be used, or there is no room for the states.
-    """
-    new_ids = store.unplanned(conversations.ids)
-    if not new_ids and not counts_open_units:
-        return
-    open_units = set(store.units()) - store.committed()
-    open_ids = [each for unit in open_units for each in store.sequences_of(unit)]
-    wanted_ids = [*new_ids, *sorted(each for each in open_ids if each in conversations)]
-    if not wanted_ids:
-        return
-
-    def tokens_of(conversation_id: str) -> TokenSequence:
-        return run_sequence(
-            run, conversations, conversation_id, tokenizer, vocab_size=store.identity.vocab_size
-        )
-
-    def count(max_counted: int) -> TokenCount:
-        return counted(wanted_ids, tokens_of, max_counted=max_counted)
-
-    found = check_room(run, store, shape, count)
-    if new_ids:
-        new_tokens = found.num_tokens * len(new_ids) // len(wanted_ids)
-        store.plan_generation(new_ids, num_units=num_shards(new_tokens, shape))
-
-
-def counted(
-    conversation_ids: Sequence[str],
-    to_sequence: Callable[[str], TokenSequence],
-    *,
-    max_counted: int,
-) -> TokenCount:
-    """`count_tokens`, of conversations that can be used.
-
-    Raises:
-        ValueError: None of those looked at can be.
-    """
-    count = count_tokens(conversation_ids, to_sequence, max_counted=max_counted)
-    if count.num_tokens == 0:
-        raise ValueError(
-            f"data.conversations: none of {count.num_counted} conversations tried can be used;"
-            f" the first: {count.first_problem}"
-        )
-    return count
-
-
-def check_room(
-    run: ExtractRun,
-    store: WritableStore,
-    shape: StoreShape,
-    count: Callable[[int], TokenCount],
-) -> TokenCount:
-    """Refuses to start what the disk or `extract.max_store_bytes` cannot hold; gives the count.
-
-    Args:
-        run: The run's settings.
-        store: Open for writing.
-        shape: What a token takes in the store.
-        count: Counts the conversations to come, or a sample of at most so many. A small one is
-            taken first; where its error leaves the answer open, `data.counted_conversations`.
-
-    Raises:
-        ValueError: There is no room, in one line with the numbers and the ways out.
-    """
-    stored_bytes = committed_bytes(run, store, shape)
-    if stored_bytes > 0:
-        shape = replace(shape, head_bytes=0)
-    room = room_of(run, stored_bytes=stored_bytes)
-    found = count(_SAMPLED_CONVERSATIONS)
-    if room.is_close_to(store_size(found, shape)):
-        found = count(run.data.counted_conversations)
-    problem = problem_with_room(run, found, shape, room)
-    if problem is not None:
-        raise ValueError(problem)
-    return found
-
-
-def committed_bytes(run: ExtractRun, store: WritableStore, shape: StoreShape) -> int:
-    """Bytes of what the store holds already, its head included; 0 for an empty one."""
-    if not store.committed():
-        return 0
-    num_tokens = int(open_store(run.store_dir).snapshot().num_tokens.sum())
-    return num_tokens * (shape.state_bytes + TOKEN_BYTES) + shape.head_bytes

@@ -22,8 +22,8 @@ from stage1_extract.problems import Problems, UnusableConversationError
 from stage1_extract.server import answer_by_server
 from stage1_extract.signals import stop_requests
 from stage1_extract.target import resolve_target, target_name
+from stage1_extract.target_files import load_tokenizer
 from stage1_extract.target_identity import weights_id
-from stage1_extract.target_transformers import load_tokenizer
 
 _WRITE_INTERVAL_S = 1.0
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stage1_extract.parity import relative_differences
-from stage1_extract.target_transformers import TransformersTarget, stop_token_ids
+from stage1_extract.target_files import stop_token_ids
+from stage1_extract.target_transformers import TransformersTarget
 
 WEIGHTS_FILE = "target.safetensors"
 FACTS_FILE = "target.json"

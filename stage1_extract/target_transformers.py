@@ -2,20 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int32, Int64
 from numpy import ndarray
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,10 +25,8 @@ from stage1_extract.config import Batching, TargetConfig
 from stage1_extract.decoder import capture, find_decoder, no_hook_left_behind
 from stage1_extract.packed_attention import PACKED_ATTENTION, packed_input, to_device
 from stage1_extract.target import resolve_target
+from stage1_extract.target_files import clear_errors, load_config, load_tokenizer
 from storage.schema import LM_HEAD_INPUT
-
-# What loading raises for a folder that is not what it should be; anything else is a bug.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 class TransformersTarget:
@@ -91,7 +85,7 @@ class TransformersTarget:
                 )
             arguments["distributed_config"] = DistributedConfig(tp_plan="auto")
         disable_progress_bar()  # A worker's log is no place for a redrawn line.
-        with _clear_errors(config):
+        with clear_errors(config):
             try:
                 model, info = AutoModelForCausalLM.from_pretrained(folder, **arguments)
             except ValueError as error:
@@ -242,57 +236,3 @@ def padded_input(
     rows = torch.zeros(is_real.shape, dtype=torch.long)
     rows[is_real] = torch.cat([torch.as_tensor(each, dtype=torch.long) for each in token_ids])
     return rows, is_real.flatten().nonzero()[:, 0]
-
-
-def load_config(config: TargetConfig) -> PretrainedConfig:
-    """The language model's configuration, without its weights.
-
-    Raises:
-        ValueError: The target is not found or its configuration is unreadable.
-    """
-    folder = resolve_target(config)
-    with _clear_errors(config):
-        whole = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    return whole.get_text_config()
-
-
-def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
-    """The target's tokenizer.
-
-    Raises:
-        ValueError: The target is not found or has no usable tokenizer.
-    """
-    folder = resolve_target(config)
-    with _clear_errors(config):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=config.trust_remote_code
-        )
-    if len(tokenizer) == 0:
-        raise ValueError(f"target.model: {folder} has no tokenizer; add its tokenizer.json")
-    return tokenizer
-
-
-def stop_token_ids(folder: str | Path, config: PretrainedConfig) -> list[int]:
-    """Tokens that end an answer: of the generation settings if there are any, else of the model."""
-    from transformers import GenerationConfig
-
-    path = Path(folder) / "generation_config.json"
-    found = GenerationConfig.from_pretrained(folder).eos_token_id if path.is_file() else None
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
-    if found is None:
-        return []
-    return sorted({found} if isinstance(found, int) else set(found))
-
-
-@contextmanager
-def _clear_errors(config: TargetConfig) -> Iterator[None]:
-    try:
-        yield
-    except _LOAD_ERRORS as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"target.model: transformers cannot load {config.model!r}"
-            f" ({type(error).__name__}: {lines[0]}); check that the folder is whole, that the model"
-            " is known to this transformers version, and target.trust_remote_code if it needs code"
-        ) from error

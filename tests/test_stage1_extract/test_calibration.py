@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from stage1_extract import extract
+from stage1_extract import planning
 from stage1_extract.calibration import calibrate
 from stage1_extract.config import ExtractRun
 from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.preparation import record_layers, store_shape
 from stage1_extract.target import load_target
-from stage1_extract.target_transformers import load_config
+from stage1_extract.target_files import load_config
 from storage.commits import read_commit
 from storage.encodings import calibrate_channels
 from storage.errors import StoreError
@@ -59,7 +59,7 @@ def test_a_store_is_calibrated_once(make_run: MakeRun, monkeypatch: pytest.Monke
     run = int8_run(make_run)
     layers = prepare_store(run).layers
     assert all(len(layer.channel_scales or ()) == layer.hidden_size for layer in layers.values())
-    monkeypatch.setattr(extract, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
+    monkeypatch.setattr(planning, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
     assert prepare_store(run).layers == layers
 
 

@@ -11,7 +11,7 @@ from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.plan import StoreShape, store_size, ways_to_fit
 from stage1_extract.plan_counts import TokenCount
 from stage1_extract.preparation import store_shape
-from stage1_extract.target_transformers import load_config
+from stage1_extract.target_files import load_config
 from storage.reader import open_store
 
 SHAPE = StoreShape(

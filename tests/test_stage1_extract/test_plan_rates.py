@@ -10,7 +10,7 @@ from stage1_extract.config import ExtractRun, TargetConfig
 from stage1_extract.plan_counts import usable_sequences
 from stage1_extract.plan_rates import estimated_rate, measured_rate, peak_flops, target_skeleton
 from stage1_extract.preparation import open_conversations, run_sequence
-from stage1_extract.target_transformers import load_tokenizer
+from stage1_extract.target_files import load_tokenizer
 
 QWEN3_8B = Qwen3Config(
     hidden_size=4096,

@@ -93,17 +93,17 @@ def test_an_answer_within_the_error_is_counted_out(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The small sample says no, all conversations counted say yes."""
-    from stage1_extract import preparation
+    from stage1_extract import planning
 
     counted: list[int] = []
-    right = preparation.count_tokens
+    right = planning.count_tokens
 
     def watched(ids: object, to_sequence: object, *, max_counted: int) -> object:
         counted.append(max_counted)
         return right(ids, to_sequence, max_counted=max_counted)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(preparation, "_SAMPLED_CONVERSATIONS", 4)
-    monkeypatch.setattr(preparation, "count_tokens", watched)
+    monkeypatch.setattr(planning, "_SAMPLED_CONVERSATIONS", 4)
+    monkeypatch.setattr(planning, "count_tokens", watched)
     prepare_store(make_run(place="wide"))
     assert counted == [4]
     prepare_store(make_run(place="close", extract={"max_store_bytes": 260_000}))

@@ -15,7 +15,7 @@ import pytest
 from stage1_extract import server as module
 from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
 from stage1_extract.regenerate import regenerate
-from stage1_extract.target_transformers import load_tokenizer
+from stage1_extract.target_files import load_tokenizer
 
 Answers = Callable[..., list[dict[str, Any]]]
 PROMPTS = [{"id": f"p{index}", "prompt": f"hello {index}"} for index in range(6)]

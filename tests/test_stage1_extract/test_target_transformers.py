@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from stage1_extract.config import TargetConfig
 from stage1_extract.target import load_target
-from stage1_extract.target_transformers import load_config, stop_token_ids
+from stage1_extract.target_files import load_config, stop_token_ids
 from storage.schema import LM_HEAD_INPUT
 
 TargetFolder = Callable[..., Path]

@@ -1,0 +1,81 @@
+"""Receipt: that an extraction came to its end, so that the same one need not read its data again.
+
+A finished extraction notes a digest of all that decides its work: settings, data files and target
+files by size and modification time. While that is the same and the store is still whole, there is
+nothing to do, and saying so takes no model code and no pass over the data.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stage1_extract.config import ExtractRun
+from stage1_extract.conversation_files import files_of
+from stage1_extract.embedded import is_embedded
+from storage.errors import StoreError
+from storage.files import replace_whole
+from storage.writer import open_for_writing
+
+RECEIPT = "finished.json"
+
+
+def note_finished(run: ExtractRun) -> None:
+    """Notes that every unit of a run is committed and few enough sequences failed."""
+    digest = run_digest(run)
+    if digest is not None:
+        replace_whole(_receipt_path(run), json.dumps({"digest": digest}).encode())
+
+
+def is_finished(run: ExtractRun) -> bool:
+    """Whether the same run came to its end and its store still holds every unit."""
+    try:
+        noted = json.loads(_receipt_path(run).read_bytes())["digest"]
+        if noted is None or noted != run_digest(run):
+            return False
+        store = open_for_writing(run.store_dir)
+    except (OSError, ValueError, KeyError, TypeError, StoreError):
+        return False  # No receipt, or none that can be read: the long way tells.
+    return set(store.units()) <= store.committed()
+
+
+def run_digest(run: ExtractRun) -> str | None:
+    """A digest of all that decides a run's work; None where files here do not tell.
+
+    A hub's model may change under its name, so only local folders and embedded targets are told.
+    """
+    try:
+        facts = {
+            "target": run.target.model_dump(mode="json"),
+            "data": run.data.model_dump(mode="json"),
+            "store": run.store.model_dump(mode="json"),
+            "store_dir": str(run.store_dir),
+            "max_failed_fraction": run.extract.max_failed_fraction,
+            "files": sorted(_marks_of(run)),
+        }
+    except (OSError, ValueError):
+        return None
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _marks_of(run: ExtractRun) -> Iterator[list[Any]]:
+    """Path, size and modification time of every file that the run reads.
+
+    Raises:
+        ValueError: The target is no folder here.
+    """
+    files = [file for path in run.data.conversations for file in files_of(Path(path))]
+    if not is_embedded(run.target.model):
+        folder = Path(run.target.model)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder")
+        files += [Path(each.path) for each in os.scandir(folder) if each.is_file()]
+    for file in files:
+        status = file.stat()
+        yield [str(file), status.st_size, status.st_mtime_ns]
+
+
+def _receipt_path(run: ExtractRun) -> Path:
+    return run.run_dir / "extract" / RECEIPT
