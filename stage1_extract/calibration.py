@@ -39,7 +39,7 @@ def calibrate(
             f"store.encoding = {run.store.encoding} is calibrated on the conversations, and none of"
             " them can be used; give data.conversations, or choose bf16 or fp8"
         )
-    if not torch.cuda.is_available():
+    if _device(run) == "cpu":
         return _scales_of(run, sample, tuple(layers))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
@@ -62,13 +62,19 @@ def _scales_of(
     run: ExtractRun, sample: Sequence[Int32[ndarray, "_"]], layers: Sequence[str]
 ) -> ChannelScalesByLayer:
     torch.set_num_threads(run.extract.torch_threads)
-    target: Target = load_target(run.target, device="cuda" if torch.cuda.is_available() else "cpu")
+    target: Target = load_target(run.target, device=_device(run))
     parts: dict[str, list[ndarray]] = {name: [] for name in layers}
     for token_ids in sample:
         states = target.hidden_states([token_ids], layers=layers)
         for name in layers:
             parts[name].append(states[name].float().cpu().numpy())
     return {name: _layer_scales(name, np.concatenate(parts[name])) for name in layers}
+
+
+def _device(run: ExtractRun) -> str:
+    """A GPU where there is any that holds the target alone."""
+    fits = torch.cuda.is_available() and run.extract.gpus_per_worker == 1
+    return "cuda" if fits else "cpu"
 
 
 def _layer_scales(name: str, samples: ndarray) -> tuple[float, ...]:
