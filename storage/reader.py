@@ -1,7 +1,7 @@
 """Read any sequence, any token range, any layers of a store; never needs write access."""
 
 import hashlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +25,10 @@ from storage.schema import (
     LayerRecord,
     StoreIdentity,
     UnitId,
+    among_units,
     format_units,
     hash_id,
-    parse_units,
+    unit_keys,
 )
 from storage.shards import Destinations, OpenShards, ShardReader
 
@@ -123,14 +124,18 @@ class Store:
             snapshot_id: `id` of an earlier snapshot of this store; it is given again exactly,
                 whatever was committed or repaired since. None takes all shards of now.
         """
-        dead = tombstoned_units(self.files)
+        dead = sorted(tombstoned_units(self.files))
         if snapshot_id is not None:
-            wanted = parse_units(snapshot_id.partition(":")[2])
-            catalog = self._committed(without=dead - wanted)
-            catalog = _select_units(catalog, lambda unit: unit in wanted)
+            units = snapshot_id.partition(":")[2]
+            unwanted = ~among_units(units, *_columns_of(dead))
+            without = {unit for unit, no in zip(dead, unwanted, strict=True) if no}
+            catalog = self._committed(without=without)
+            keep = among_units(units, catalog.generation, catalog.unit_index)
         else:
-            catalog = self._committed(without=dead)
-            catalog = _select_units(catalog, lambda unit: unit not in dead) if dead else catalog
+            catalog = self._committed(without=set(dead))
+            keys = unit_keys(catalog.generation, catalog.unit_index)
+            keep = ~np.isin(keys, unit_keys(*_columns_of(dead)))
+        catalog = catalog if keep.all() else select([catalog], keep=keep)
         snapshot = Snapshot(self, catalog)
         if snapshot_id is not None and snapshot.id != snapshot_id:
             raise StoreError(
@@ -195,9 +200,13 @@ class StoredSequence:
         return np.stack([_decoded(records[name], read.states[name]) for name in layers], axis=1)
 
 
-def _select_units(catalog: Catalog, wanted: Callable[[UnitId], bool]) -> Catalog:
-    keep = np.array([wanted(unit) for unit in catalog.units()], dtype=np.bool_)
-    return select([catalog], keep=keep)
+def _columns_of(
+    units: Iterable[UnitId],
+) -> tuple[Int64[np.ndarray, " units"], Int64[np.ndarray, " units"]]:
+    """Generation and index of some units."""
+    pairs = [(unit.generation, unit.index) for unit in units]
+    generation, index = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return generation, index
 
 
 class Snapshot:
@@ -238,10 +247,13 @@ class Snapshot:
     @cached_property
     def id(self) -> str:
         """Digest and units of this set of shards: enough to take the same snapshot again."""
-        units = self._catalog.units()
+        generation, index = self._catalog.generation, self._catalog.unit_index
+        # As `str(UnitId)` writes them, without making millions of those.
+        pairs = zip(generation.tolist(), index.tolist(), strict=True)
+        units = "\n".join([f"{number:05d}-{place:05d}" for number, place in pairs])
         attempts = self._catalog.attempt.tobytes().hex()
-        digest = hashlib.sha256(("\n".join(map(str, units)) + attempts).encode()).hexdigest()
-        return f"{digest[:16]}:{format_units(units)}"
+        digest = hashlib.sha256((units + attempts).encode()).hexdigest()
+        return f"{digest[:16]}:{format_units(generation, index)}"
 
     @property
     def id_hash(self) -> UInt64[np.ndarray, " sequences"]:

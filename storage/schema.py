@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, UInt64
+from jaxtyping import Bool, Float32, Int, Int64, UInt64
 
 from storage.errors import IdentityMismatchError
 
@@ -118,26 +118,41 @@ class UnitId:
         return cls(int(generation), int(index))
 
 
-def format_units(units: Iterable[UnitId]) -> str:
-    """Units as text, runs joined: `0.0-35,0.37,1.0-3`."""
-    runs: list[list[int]] = []
-    for unit in sorted(units):
-        if runs and [unit.generation, unit.index - 1] == [runs[-1][0], runs[-1][2]]:
-            runs[-1][2] = unit.index
-        else:
-            runs.append([unit.generation, unit.index, unit.index])
-    return ",".join(f"{g}.{a}" if a == b else f"{g}.{a}-{b}" for g, a, b in runs)
+def unit_keys(
+    generation: Int[np.ndarray, " units"], index: Int[np.ndarray, " units"]
+) -> Int64[np.ndarray, " units"]:
+    """One number a unit, in the order of units."""
+    return (generation.astype(np.int64) << 32) | index.astype(np.int64)
 
 
-def parse_units(text: str) -> set[UnitId]:
-    """The units that `format_units` wrote."""
-    units: set[UnitId] = set()
+def format_units(generation: Int[np.ndarray, " units"], index: Int[np.ndarray, " units"]) -> str:
+    """Units in ascending order as text, runs joined: `0.0-35,0.37,1.0-3`."""
+    keys = unit_keys(generation, index)
+    is_first = np.diff(keys, prepend=-2) != 1
+    is_last = np.append(is_first[1:], True)[: len(keys)]
+    firsts = zip(generation[is_first].tolist(), index[is_first].tolist(), strict=True)
+    return ",".join(
+        f"{g}.{a}" if a == b else f"{g}.{a}-{b}"
+        for (g, a), b in zip(firsts, index[is_last].tolist(), strict=True)
+    )
+
+
+def among_units(
+    text: str, generation: Int[np.ndarray, " units"], index: Int[np.ndarray, " units"]
+) -> Bool[np.ndarray, " units"]:
+    """Which of some units are among those that `format_units` wrote."""
+    bounds = []
     for run in filter(None, text.split(",")):
-        generation, _, indices = run.partition(".")
+        number, _, indices = run.partition(".")
         first, _, last = indices.partition("-")
-        numbers = range(int(first), int(last or first) + 1)
-        units.update(UnitId(int(generation), number) for number in numbers)
-    return units
+        bounds.append((int(number), int(first), int(last or first)))
+    if not bounds:
+        return np.zeros(len(index), dtype=np.bool_)
+    numbers, firsts, lasts = np.array(bounds, dtype=np.int64).T
+    keys, starts = unit_keys(generation, index), unit_keys(numbers, firsts)
+    place = np.searchsorted(starts, keys, side="right") - 1
+    found: Bool[np.ndarray, " units"] = keys <= unit_keys(numbers, lasts)[place]
+    return found & (place >= 0)
 
 
 def hash_id(sequence_id: str) -> int:

@@ -58,7 +58,7 @@ def test_planning_reads_no_ids(filled_dir: Path, files: LocalFiles) -> None:
     snapshot = open_store(filled_dir).snapshot()
     epoch_order(snapshot, seed=0, epoch=0, window_shards=2)
     read = set(vars(snapshot._catalog)) & set(NAMES)
-    assert read == {"generation", "num_sequences"}
+    assert read == {"generation", "unit_index", "num_sequences"}
     assert [snapshot.sequence_id(i) for i in range(12)] == ids
     assert "id_text" not in vars(snapshot._catalog)
     for _ in range(catalog_file.FEW_TEXTS):

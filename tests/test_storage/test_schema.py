@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,21 +11,35 @@ from storage.schema import (
     LayerRecord,
     StoreIdentity,
     UnitId,
+    among_units,
     check_same_identity,
     format_units,
     hash_id,
     held_out_mask,
     is_held_out,
     layer_name,
-    parse_units,
     unit_index,
 )
+
+
+def columns(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    generation, index = np.array(sorted(pairs), dtype=np.int32).reshape(-1, 2).T
+    return generation, index
+
+
+def test_runs_of_units_are_joined() -> None:
+    pairs = [(0, 0), (0, 1), (0, 2), (0, 7), (1, 8), (1, 9)]
+    assert format_units(*columns(pairs)) == "0.0-2,0.7,1.8-9"
+    assert format_units(*columns([])) == ""
 
 
 @given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 40))))
 def test_units_survive_their_text(pairs: set[tuple[int, int]]) -> None:
     units = {UnitId(*pair) for pair in pairs}
-    assert parse_units(format_units(units)) == units
+    text = format_units(*columns(pairs))
+    everything = [(generation, index) for generation in range(4) for index in range(41)]
+    found = among_units(text, *columns(everything))
+    assert {pair for pair, is_in in zip(everything, found, strict=True) if is_in} == pairs
     assert {UnitId.parse(str(unit)) for unit in units} == units
 
 
