@@ -10,8 +10,9 @@ nothing but the states: encoded and decoded again, in training as in evaluation.
 greedy answers of every suite. A ratio is that of one seed's pair; its interval is the 95% interval
 of Student's t over seeds, of the mean of the logarithms. Training and walk are the product's.
 
-Several processes share the GPU, for small drafters wait for launches. Seeds are trained one after
-another, so that a run that is cut off by `--budget-s` has whole pairs.
+Several processes share the GPU, for small drafters wait for launches: seven reach 140 steps of 512
+anchors a second together on an H200, so that eight seeds of seven encodings, 900 steps each, take
+six minutes. Seeds are trained one after another: a run cut off by `--budget-s` has whole pairs.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from storage.encodings import ENCODINGS, bf16_to_float32, calibrate_channels, en
 from storage.reader import Snapshot, open_store
 from storage.schema import CHUNK_TOKENS
 
-RECORDED = ("all", "token_median", "token_p99", "channel_worst", "sink_tokens")
+RECORDED = ("token_median", "channel_median", "channel_worst")
 DEFAULT = "fp8,int8,int4,int3,klt2p,lloyd2,e8,klt2,int2,klt1.5p,klt1p"
 
 
