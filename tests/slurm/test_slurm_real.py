@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from storage.errors import StoreNotFoundError
 from storage.reader import open_store
 from storage.writer import open_for_writing
 
@@ -80,14 +81,17 @@ class Run:
         num_drafters: int = 1,
         ranks: int = 1,
         parallel: str = "ddp",
+        store_dir: str | None = None,
         **slurm: object,
     ):
         self.folder = folder
+        self.store_dir = store_dir or str(folder / "run" / "store")
         self.environment = {**environment, "NAPS": str(folder)}
         self.nap(extract=0.0, train=0.0)
         self.waiting_since_s: dict[str, float] = {}
         cheap = {"cpus": 2, "time": "10"}
         tables = TINY_RUN["run_tables"](folder / "run", inputs, num_drafters=num_drafters)
+        tables["store"]["dir"] = self.store_dir
         tables["train"] |= {"gpus_per_drafter": ranks, "parallel": parallel}
         tables["slurm"] = {
             "command": [sys.executable, str(TINY_RUN["SLOW_CLI"])],
@@ -129,7 +133,7 @@ class Run:
         return path.read_text() if path.exists() else ""
 
     def digest(self) -> str:
-        return open_store(self.folder / "run" / "store").content_digest()
+        return open_store(self.store_dir).content_digest()
 
     def weights(self) -> bytes:
         """The last checkpoint of the first drafter."""
@@ -137,9 +141,10 @@ class Run:
         return (checkpoint / "model.safetensors").read_bytes()
 
     def num_committed(self) -> int:
-        if not (self.folder / "run" / "store" / "store.json").exists():
+        try:
+            return len(open_for_writing(self.store_dir).committed())
+        except StoreNotFoundError:
             return 0
-        return len(open_for_writing(self.folder / "run" / "store").committed())
 
     def queue(self) -> list[list[str]]:
         """Live tasks of all jobs: id, state, reason."""
@@ -301,6 +306,22 @@ def test_one_node_runs_both_stages_on_disjoint_gpus(make_run, plain_digest):
     }
     assert (len(gpus["extract"]), len(gpus["train"])) == (5, 3)
     assert not gpus["extract"] & gpus["train"]
+
+
+def test_the_chain_fills_a_bucket(make_run, plain_digest, s3_server):
+    run = make_run(store_dir=s3_server.make_bucket())
+    run.environment |= s3_server.environment  # Jobs inherit that of the shell that submits.
+    run.nap(extract=0.5)
+    run.dflash("slurm")
+    run.wait_for(lambda: run.num_committed() > 0, "nothing was committed")
+    _kill_worker(run.folder)
+    run.nap(extract=0.0)
+    run.wait_for_end()
+    # Both workers may be gone; what is left is what retry does.
+    if "all done" not in run.log("finalize"):
+        run.dflash("slurm", "retry")
+        run.wait_for_end()
+    run.assert_whole(plain_digest)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
