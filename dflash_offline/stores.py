@@ -47,9 +47,8 @@ def print_store(store_dir: str) -> None:
 def _layer_table(store: Store, snapshot: Snapshot) -> Table:
     """Layers with their encoding and what it lost, by the commit records of some shards."""
     shards = range(0, snapshot.num_shards, max(1, snapshot.num_shards // SAMPLED_SHARDS))
-    commits = [snapshot.commit_of_shard(shard) for shard in shards]
-    losses = total_losses(commit.losses for commit in commits)
-    measured = f"error and cut values from {len(commits)} of {snapshot.num_shards} shards"
+    losses = total_losses(map(snapshot.losses_of_shard, shards))
+    measured = f"error and cut values from {len(shards)} of {snapshot.num_shards} shards"
     names = ("layer", "encoding", "bytes a token", "relative error", "values cut")
     table = Table(*names, title=f"layers; {measured}", title_justify="left")
     for name, layer in store.layers.items():

@@ -16,6 +16,7 @@ from storage import layout
 from storage.commits import CommitRecord
 from storage.errors import StoreError, StoreNotFoundError
 from storage.files import Files, LocalFiles
+from storage.losses import EncodingLoss
 from storage.places import files_at
 from storage.reader import SequenceStates, Snapshot, Store, open_store
 from storage.records import create_record, read_record
@@ -224,6 +225,11 @@ class JoinedSnapshot(Snapshot):
         """The commit record of a shard, read now."""
         part, place = self._part_of_shard(shard)
         return part.commit_of_shard(place)
+
+    def losses_of_shard(self, shard: int) -> dict[str, EncodingLoss]:
+        """What encoding lost in a shard, by layer."""
+        part, place = self._part_of_shard(shard)
+        return part.losses_of_shard(place)
 
     def _part_of_shard(self, shard: int) -> tuple[Snapshot, int]:
         part = int(np.searchsorted(self._first_shards, shard, side="right")) - 1

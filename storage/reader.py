@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float32, Int32, Int64, UInt64
 
 from storage import layout
 from storage.catalog import Catalog, read_catalog, select
-from storage.commits import CommitRecord, read_commit, tombstoned_units
+from storage.commits import CommitRecord, read_added, read_commit, tombstoned_units
 from storage.encodings import EncodedStates, decode
 from storage.errors import DamagedShardError, StoreError, StoreNotFoundError
 from storage.files import Files, LocalFiles, replace_whole
 from storage.head import check_head_file, head_files, read_head_file
 from storage.identity import read_identity, read_layers
+from storage.losses import EncodingLoss, total_losses
 from storage.places import files_at
 from storage.plan import planned_counts
 from storage.read_cache import CachedFiles, ReadCache
@@ -373,6 +374,12 @@ class Snapshot:
     def commit_of_shard(self, shard: int) -> CommitRecord:
         """The commit record of a shard, read now."""
         return read_commit(self.store.files, self._catalog.unit(shard))
+
+    def losses_of_shard(self, shard: int) -> dict[str, EncodingLoss]:
+        """What encoding lost in a shard, by layer, those added later included."""
+        unit = self._catalog.unit(shard)
+        records = [read_commit(self.store.files, unit), *read_added(self.store.files, unit)]
+        return total_losses(record.losses for record in records)
 
     def _locate(self, index: int) -> tuple[ShardReader, int]:
         shard = self._shard_of(index)

@@ -9,6 +9,7 @@ from storage.commits import CommitRecord, read_commit
 from storage.encodings import bf16_to_float32, encode, float32_to_bf16
 from storage.files import LocalFiles
 from storage.losses import EncodingLoss, measure_loss, total_losses
+from storage.reader import open_store
 from storage.schema import LayerRecord
 
 HIDDEN_SIZE = 16
@@ -75,3 +76,17 @@ def test_records_without_losses_and_with_unknown_members_are_read(
     value = read_commit(LocalFiles(tmp_path), unit).to_json()
     del value["losses"]
     assert CommitRecord.from_json({**value, "of_a_later_version": 1}).losses == {}
+
+
+def test_losses_of_added_layers_are_counted_too(tmp_path: Path, making: SimpleNamespace) -> None:
+    store = making.make_store(tmp_path, num_sequences=2, num_units=1)
+    making.fill(store)
+    (unit,) = store.units()
+    store.add_layers([LayerRecord(name="5", encoding="bf16", hidden_size=HIDDEN_SIZE)])
+    with store.start_layers(unit, ["5"]) as writer:
+        for sequence_id in writer.sequence_ids:
+            states = making.make_sequence(sequence_id)["states"]["9"]
+            writer.append(sequence_id=sequence_id, states={"5": states})
+        writer.count_losses({"5": EncodingLoss(num_saturated=4)})
+        assert writer.seal()
+    assert open_store(tmp_path).snapshot().losses_of_shard(0)["5"].num_saturated == 4
