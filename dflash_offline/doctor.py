@@ -87,7 +87,12 @@ def _look(place: str | None, *, leave: bool, mark: str | None) -> Iterator[Findi
 def _packages() -> Iterator[Finding]:
     found = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     yield Finding("ok", f"python {platform.python_version()}, {found}")
-    for requirement in importlib.metadata.requires("dflash-offline") or []:
+    try:
+        requirements = importlib.metadata.requires("dflash-offline") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("note", "dflash-offline is not installed: versions were not compared")
+        return
+    for requirement in requirements:
         match = re.match(r"([A-Za-z0-9_-]+)>=([0-9.]+)", requirement)
         if match is None or "extra ==" in requirement:
             continue
@@ -125,7 +130,9 @@ def _gpus() -> Iterator[Finding]:
                 f"{torch.version.cuda}) can use none: install a torch for this driver",
             )
         return
-    yield Finding("ok", f"driver {driver}, torch for CUDA {torch.version.cuda}, {count} GPUs")
+    yield Finding(
+        "ok", f"driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}, {count} GPUs"
+    )
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)

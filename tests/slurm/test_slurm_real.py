@@ -24,7 +24,8 @@ PORT_BASE = "17300"
 LIMIT_S = 240.0
 """Longest wait for anything; several times what an idle machine needs."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# One after another, in one process: they share a cluster.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
 
 
 @pytest.fixture(scope="module")
