@@ -34,6 +34,7 @@ from stage2_train.step import batch_loss
 
 VARIANTS = ("bf16", "fp8")
 NUM_CURVE_POINTS = 5
+START_S = time.perf_counter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,14 @@ class Outcome:
     acceptance: dict[str, float]
     """Acceptance length by suite."""
     steps_per_s: float
+
+
+def say(task: Task, words: str) -> None:
+    """Prints how far a drafter is."""
+    print(
+        f"{time.perf_counter() - START_S:5.0f} s | {task.encoding} seed {task.seed}: {words}",
+        flush=True,
+    )
 
 
 def train(
@@ -75,6 +84,8 @@ def train(
         result.loss.backward()
         optimizer.step(learning_rate(step, total_steps=steps, config=config.optimizer))
         losses.append(result.loss.detach())
+        if (step + 1) % max(1, steps // NUM_CURVE_POINTS) == 0:
+            say(task, f"step {step + 1}/{steps}, loss {float(losses[-1]):.3f}")
     return drafter, torch.stack(losses).float().cpu()
 
 
@@ -113,6 +124,7 @@ def run_process(
         states = laboratory.encoded_states("bf16")
         if task.seed == 0 and laboratory.fast_path is not None:
             train(laboratory, states, task, steps=2)
+            say(task, "compiled")
         compiled.set()
         outcomes.put(outcome_of(laboratory, states, task))
     except BaseException as error:

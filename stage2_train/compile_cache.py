@@ -29,6 +29,7 @@ TIMELESS = (
     "seed",
     "epochs",
     "max_steps",
+    "data_fraction",
     "read_ahead_bytes",
     "read_threads",
     "start_after_shards",

@@ -70,6 +70,9 @@ class TrainConfig(Settings):
     """Passes over the training split."""
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps at most; None trains all epochs."""
+    data_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the training sequences that this drafter sees, chosen by their ids: the same for
+    every seed, and part of any larger share."""
     batch_tokens: int = Field(default=4096, ge=2)
     """Token budget of one packed batch; its shape never changes."""
     num_anchors: int = Field(default=512, ge=1)

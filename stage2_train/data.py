@@ -24,7 +24,7 @@ from stage2_train.clock import DeviceClock
 from stage2_train.collate import PackedBatch, collate
 from stage2_train.config import DrafterRun, TrainConfig
 from storage.errors import StoreNotFoundError
-from storage.order import epoch_order
+from storage.order import epoch_order, mix
 from storage.read_cache import ReadCache
 from storage.reader import Snapshot, Store, open_store
 from storage.schema import LM_HEAD_INPUT, layer_name
@@ -133,19 +133,20 @@ def make_batch_maker(
 
 
 def plan_epoch(
-    snapshot: Snapshot, *, seed: int, epoch: int, batch_tokens: int
+    snapshot: Snapshot, *, seed: int, epoch: int, batch_tokens: int, data_fraction: float = 1.0
 ) -> list[list[Window]]:
-    """Gives the batches of an epoch: every training sequence in one of them exactly.
+    """Gives the batches of an epoch: every sequence that is trained in one of them exactly.
 
     Raises:
         ValueError: the snapshot has nothing to train on.
     """
-    include = trainable(snapshot)
+    include = trainable(snapshot) & of_share(snapshot, data_fraction)
     if not include.any():
         raise ValueError(
             f"none of the {snapshot.num_sequences} sequences in the store can be trained on: "
             f"{int(snapshot.held_out.sum())} are held out, "
             f"{int((snapshot.num_supervised == 0).sum())} have no two supervised tokens in a row; "
+            f"train.data_fraction is {data_fraction:g}; "
             "look at a loss mask with `store info --sequence ID`"
         )
     order = epoch_order(snapshot, seed=seed, epoch=epoch, include=include)
@@ -166,6 +167,16 @@ def plan_epoch(
 def trainable(snapshot: Snapshot) -> Bool[np.ndarray, "sequences"]:
     """Says which sequences are trained: not held out, and with an anchor to draw."""
     return ~snapshot.held_out & (snapshot.num_supervised > 0)
+
+
+def of_share(snapshot: Snapshot, fraction: float) -> Bool[np.ndarray, "sequences"]:
+    """Says which sequences belong to a share of the data; larger shares hold smaller ones.
+
+    Independent of what is held out, which the same hashes decide unmixed.
+    """
+    if fraction >= 1.0:
+        return np.ones(snapshot.num_sequences, np.bool_)
+    return mix(snapshot.id_hash) < np.uint64(math.floor(fraction * 2**64))
 
 
 def wait_for_store(

@@ -14,19 +14,13 @@ from stage2_train.architecture import DrafterArchitecture
 from stage2_train.clock import DeviceClock, process_age_s
 from stage2_train.collate import PackedBatch
 from stage2_train.flops import measured_peak_flops, step_flops
+from stage2_train.live_line import live_line, validation_line
 from stage2_train.metrics import BlockSums, summarize, total
 from stage2_train.ranks import ALONE, Ranks
 from storage.files import replace_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-# Above this share of a step the reader, not the arithmetic, sets the pace.
-BAD_WAIT_FRACTION = 0.05
-# Below this, a noticeable part of the arithmetic is padding.
-GOOD_FILL_FRACTION = 0.85
-# Below this, a step is so small that handing over a batch shows in it.
-SHORT_STEP_S = 0.05
 
 
 @dataclass
@@ -235,99 +229,6 @@ def time_shares(done: Interval, *, elapsed_s: float) -> dict[str, float]:
         "read_bytes_per_s": done.num_state_bytes / elapsed_s,
         "read_bytes_per_s_needed": done.num_state_bytes / computing_s,
     }
-
-
-def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
-    """Gives the line a person reads: what is learned, how fast, and what holds it up."""
-    first_offsets = record["accuracy_by_offset"][:4]
-    offsets = " ".join(f"{value:.2f}".removeprefix("0") for value in first_offsets)
-    line = (
-        f"step {record['step']}/{total_steps} {record['step_s'] * 1e3:.0f}ms "
-        f"loss {record['loss']:.3f} acc {offsets} "
-        f"sim {record['simulated_acceptance_length']:.2f} | "
-        f"{thousands(record['tokens_per_s'])} tok/s "
-        f"{thousands(record['block_tokens_per_s'])} block tok/s | "
-        f"{execution_words(record)} | wait {record['wait_fraction']:.1%} "
-        f"copy {record['copy_fraction']:.1%} compute {record['compute_fraction']:.1%} "
-        f"read {byte_rate(record['read_bytes_per_s'])}"
-    )
-    if "memory_peak_bytes" in record:
-        line += (
-            f" | mem {record['memory_peak_bytes'] / 2**30:.0f}"
-            f"/{record['memory_total_bytes'] / 2**30:.0f} GiB"
-            f" retries {record['memory_retries']}"
-        )
-    if record.get("first_report_s") is not None:
-        line += f" | {record['first_report_s']:.0f} s after start"
-    warnings = warning_words(record)
-    return f"{line} | {warnings}" if warnings else line
-
-
-def warning_words(record: Mapping[str, Any]) -> str:
-    """Says in words which numbers of a record are bad, and what to do; empty where none is."""
-    words = []
-    is_first = record.get("first_report_s") is not None  # The first batch is always waited for.
-    is_slow = record["wait_fraction"] > BAD_WAIT_FRACTION and record["step_s"] > SHORT_STEP_S
-    if is_slow and not is_first:
-        words.append(
-            f"waiting for data {record['wait_fraction']:.0%}: the store gives "
-            f"{byte_rate(record['read_bytes_per_s'])}, this drafter needs "
-            f"{byte_rate(record['read_bytes_per_s_needed'])}: a faster disk, or a smaller encoding"
-        )
-    if record["block_fill_fraction"] < GOOD_FILL_FRACTION:
-        words.append(
-            f"only {record['block_fill_fraction']:.0%} of the blocks are real: the data has fewer "
-            "supervised positions than train.num_anchors"
-        )
-    if record["token_fill_fraction"] < GOOD_FILL_FRACTION:
-        words.append(
-            f"only {record['token_fill_fraction']:.0%} of a batch are tokens: "
-            "train.batch_tokens suits other lengths"
-        )
-    if record.get("memory_retries"):
-        words.append("the GPU's memory is nearly full: allocations were tried again")
-    return "; ".join(words)
-
-
-def execution_words(record: Mapping[str, Any]) -> str:
-    """Says how the steps ran, what was compiled for them, and how well they used the GPU."""
-    words = str(record["execution"])
-    if "num_compiles" in record:
-        words += (
-            f", compiles {record['num_compiles']} (cold {record['num_compiles_cold']} "
-            f"disk {record['num_compiles_cached']}) breaks {record['num_graph_breaks']}"
-        )
-    if "mfu_fraction" in record:
-        words += f" | MFU {record['mfu_fraction']:.2f}"
-    return words
-
-
-def validation_line(step: int, validation: Mapping[str, Any]) -> str:
-    """Gives the line of a validation."""
-    if not validation:
-        return f"step {step} validation: nothing is held out"
-    line = (
-        f"step {step} held out: loss {validation['loss']:.3f} "
-        f"accuracy {validation['accuracy']:.3f} "
-        f"sim {validation['simulated_acceptance_length']:.2f}"
-    )
-    if "acceptance_length" in validation:
-        line += (
-            f" acceptance length {validation['acceptance_length']:.3f} "
-            f"on {validation['num_walked']} greedy answers"
-        )
-    return line
-
-
-def thousands(value: float) -> str:
-    """Gives a rate in few characters."""
-    return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
-
-
-def byte_rate(bytes_per_s: float) -> str:
-    """Gives a rate of bytes in few characters."""
-    is_large = bytes_per_s >= 1e8
-    return f"{bytes_per_s / (1e9 if is_large else 1e6):.2g} {'GB' if is_large else 'MB'}/s"
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from stage2_train.checkpoint import (
     read_state,
 )
 from stage2_train.compile import Evidence
-from stage2_train.config import DrafterRun
+from stage2_train.config import DrafterRun, TrainConfig
 from stage2_train.data import make_batch_maker
 from stage2_train.decode import layer_decoders
 from stage2_train.device import choose_device, choose_dtype
@@ -35,7 +35,7 @@ from storage.reader import Store
 from storage.schema import LM_HEAD_INPUT
 
 # Settings that say what a position means: a run with others cannot go on from a checkpoint.
-POSITION_SETTINGS = ("seed", "batch_tokens")
+POSITION_SETTINGS = ("seed", "batch_tokens", "data_fraction")
 
 
 def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Training, Position]:
@@ -218,7 +218,9 @@ def resume(
     if checkpoint is None:
         return Position()
     state = read_state(checkpoint)
-    before, now = state["settings"]["train"], run.train.model_dump(mode="json")
+    # A setting that is younger than the checkpoint had its default.
+    before = TrainConfig().model_dump(mode="json") | state["settings"]["train"]
+    now = run.train.model_dump(mode="json")
     changed = [
         f"train.{name} was {before[name]}, is {now[name]}"
         for name in POSITION_SETTINGS

@@ -1,5 +1,6 @@
 """Compile once what several drafters of one shape run: a few steps, thrown away."""
 
+import shutil
 import tempfile
 from contextlib import closing
 from pathlib import Path
@@ -36,7 +37,11 @@ def prime(run: DrafterRun) -> bool:
         with closing(training.monitor):
             snapshot = store.snapshot()
             planned = plan_epoch(
-                snapshot, seed=run.train.seed, epoch=0, batch_tokens=run.train.batch_tokens
+                snapshot,
+                seed=run.train.seed,
+                epoch=0,
+                batch_tokens=run.train.batch_tokens,
+                data_fraction=run.train.data_fraction,
             )
             for batches in training.steps_of(snapshot, planned[: WARMUP_STEPS + 1], position):
                 position, is_stopped = training.step(batches, position, steps=10**6, stop=stop)
@@ -44,5 +49,6 @@ def prime(run: DrafterRun) -> bool:
                     return False
             training.validate(snapshot, position)
         replace_whole(primed_archive(run), packed(cache.folder))
+        shutil.rmtree(cache.folder.parent)
     say(f"primed the compile cache for drafters like {run.drafter.name}")
     return True

@@ -71,7 +71,11 @@ class Training:
         """Trains the rest of an epoch; says how it ended: all of it, all training, or stopped."""
         train = self.run.train
         planned = plan_epoch(
-            snapshot, seed=train.seed, epoch=position.epoch, batch_tokens=train.batch_tokens
+            snapshot,
+            seed=train.seed,
+            epoch=position.epoch,
+            batch_tokens=train.batch_tokens,
+            data_fraction=train.data_fraction,
         )
         steps = total_steps(
             position,

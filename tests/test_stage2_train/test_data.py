@@ -26,6 +26,23 @@ def test_every_training_sequence_once_an_epoch(shared_store_dir):
     assert planned != plan_epoch(snapshot, seed=1, epoch=2, batch_tokens=128)
 
 
+def test_a_share_of_the_data_is_the_same_for_every_seed_and_part_of_larger_ones(
+    tmp_path, tiny_store
+):
+    snapshot = open_store(tiny_store.fill_store(tmp_path / "s", num_sequences=200)).snapshot()
+
+    def trained(fraction, seed=0):
+        planned = plan_epoch(snapshot, seed=seed, epoch=0, batch_tokens=128, data_fraction=fraction)
+        return {window.sequence_index for batch in planned for window in batch}
+
+    quarter, half, whole = trained(0.25), trained(0.5), trained(1.0)
+    assert quarter < half < whole == set(np.flatnonzero(trainable(snapshot)).tolist())
+    assert trained(0.25, seed=5) == quarter
+    assert 0.15 < len(quarter) / len(whole) < 0.35
+    with pytest.raises(ValueError, match="data_fraction is 1e-09"):
+        trained(1e-9)
+
+
 def test_sequences_above_the_budget_are_trained_in_windows(shared_store_dir):
     snapshot = open_store(shared_store_dir).snapshot()
     first, second = (plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=32) for epoch in (0, 1))

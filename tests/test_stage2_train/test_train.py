@@ -70,11 +70,15 @@ def test_training_learns(make_run, capsys, dtype):
     assert "held out: loss" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_killed_and_resumed_is_uninterrupted(make_run, dtype):
-    whole = make_run(name="whole", train={"dtype": dtype})
+@pytest.mark.parametrize(
+    "train",
+    [{"dtype": "float32"}, {"dtype": "bfloat16", "batches_per_step": 2, "checkpoint_steps": 1}],
+    ids=["float32", "bfloat16-two-batches"],
+)
+def test_killed_and_resumed_is_uninterrupted(make_run, train):
+    whole = make_run(name="whole", train=train)
     assert train_drafter(whole) == EXIT_DONE
-    killed = make_run(name="killed", train={"dtype": dtype})
+    killed = make_run(name="killed", train=train)
     num_steps = records(whole)[-1]["step"]
     for step in (num_steps - 4,):
         died = subprocess.run(
@@ -168,6 +172,7 @@ def test_bad_settings_are_one_clear_line(make_run, drafter, train, message):
     [
         ({}, {"seed": 5}, "train.seed was 0, is 5"),
         ({}, {"batch_tokens": 100}, "train.batch_tokens was 192, is 100"),
+        ({}, {"data_fraction": 0.5}, "train.data_fraction was 1.0, is 0.5"),
         ({"num_layers": 1}, {}, "num_hidden_layers was 2, is 1"),
     ],
 )
