@@ -464,7 +464,7 @@ def record_rows(
         note = (
             f"official decoder, {num_prompts} prompts, {num_steps} steps, {low:.3f} .. {high:.3f}"
         )
-        figures[f"peers_{name}_acceptance_length"] = (row["acceptance_length"], "tokens", note)
+        figures[f"acceptance_held_out_{name}"] = (row["acceptance_length"], "tokens", note)
         figures[f"peers_{name}_step"] = (row["step_s"], "s", "one process, no compile")
     is_gpu = device.type == "cuda"
     place = torch.cuda.get_device_name() if is_gpu else f"{torch.get_num_threads()} CPU threads"
