@@ -7,8 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from storage.reader import Snapshot, open_store
+
+# How long an example takes says nothing on a machine with other work.
+settings.register_profile("shared-machine", deadline=None)
+settings.load_profile("shared-machine")
 
 FILL_STORE = Path(__file__).with_name("fill_store.py")
 
