@@ -111,14 +111,14 @@ start() {
   for node in "${nodes[@]}"; do
     is_alive "$sandbox/run/slurmd-$node.pid" slurmd || slurmd -f "$SLURM_CONF" -N "$node"
   done
-  for ((i = 0; i < 150; i++)); do
+  for ((i = 0; i < 600; i++)); do
     [ "$(sinfo -h -N -p gpu -o %T 2>/dev/null | grep -c '^idle$')" = "$num_nodes" ] && return 0
     for node in $(sinfo -h -N -p gpu -t down,drain -o %N 2>/dev/null); do
       scontrol update nodename="$node" state=resume 2>/dev/null || true
     done
     sleep 0.2
   done
-  echo "no idle node after 30 s" >&2
+  echo "no idle node after two minutes" >&2
   tail -20 "$sandbox"/log/*.log >&2
   return 1
 }

@@ -89,6 +89,7 @@ def test_killed_writers_lose_nothing_committed(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_hundred_kills_lose_nothing_committed(
     store_dir: Path, tmp_path: Path, making: SimpleNamespace
 ) -> None:
