@@ -119,7 +119,7 @@ start() {
     sleep 0.2
   done
   echo "no idle node after two minutes" >&2
-  tail -20 "$sandbox"/log/*.log >&2
+  tail -n 20 "$sandbox"/log/*.log >&2
   return 1
 }
 
