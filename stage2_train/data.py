@@ -150,16 +150,18 @@ def plan_epoch(
             "look at a loss mask with `store info --sequence ID`"
         )
     order = epoch_order(snapshot, seed=seed, epoch=epoch, include=include)
+    # As plain integers: a million of numpy's own would take seconds to unwrap one by one.
+    lengths = snapshot.num_tokens[order].tolist()
     windows = (
         draw_window(
-            int(index),
-            int(snapshot.num_tokens[index]),
+            index,
+            num_tokens,
             batch_tokens=batch_tokens,
             seed=seed,
             epoch=epoch,
             sequence_id=snapshot.sequence_id,
         )
-        for index in order
+        for index, num_tokens in zip(order.tolist(), lengths, strict=True)
     )
     return list(pack(windows, batch_tokens=batch_tokens))
 

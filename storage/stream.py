@@ -17,6 +17,8 @@ Reading = list[Future[SequenceStates]]
 """A sequence being read, whole or layer by layer."""
 SPLIT_BYTES = 8_000_000
 """Sequences of more bytes than this are read layer by layer."""
+MAX_READINGS = 1024
+"""Sequences read or being read at most, one batch apart: small ones would take long to hand out."""
 
 
 def read_ahead(
@@ -30,9 +32,10 @@ def read_ahead(
 ) -> Iterator[list[SequenceStates]]:
     """Yields the sequences of each batch, in order, while later ones are being read.
 
-    Memory: batches read or being read, and not yet yielded, hold `read_ahead_bytes` at most, but
-    one batch always. An error of reading is raised when its batch's turn comes. Closing the
-    iterator (or letting it go) waits for the reads under way and leaves no thread behind.
+    Memory: batches read or being read, and not yet yielded, hold `read_ahead_bytes` and
+    `MAX_READINGS` sequences at most, but one batch always. An error of reading is raised when its
+    batch's turn comes. Closing the iterator (or letting it go) waits for the reads under way and
+    leaves no thread behind.
 
     Args:
         snapshot: where the sequences lie.
@@ -44,7 +47,7 @@ def read_ahead(
     """
     token_bytes = _token_bytes(snapshot, layers)
     waiting: deque[tuple[int, list[Reading]]] = deque()
-    waiting_bytes = 0
+    waiting_bytes = waiting_readings = 0
     source = (list(batch) for batch in batches)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="read-ahead")
 
@@ -61,14 +64,20 @@ def read_ahead(
         while waiting or batch is not None:
             while batch is not None:
                 batch_bytes = token_bytes * sum(_num_tokens(snapshot, item) for item in batch)
-                if waiting and waiting_bytes + batch_bytes > read_ahead_bytes:
+                is_full = (
+                    waiting_bytes + batch_bytes > read_ahead_bytes
+                    or waiting_readings + len(batch) > MAX_READINGS
+                )
+                if waiting and is_full:
                     break
                 waiting.append((batch_bytes, [submit(item) for item in batch]))
                 waiting_bytes += batch_bytes
+                waiting_readings += len(batch)
                 batch = next(source, None)
-            batch_bytes, futures = waiting.popleft()
-            sequences = list(_results(futures, on_damage))
+            batch_bytes, readings = waiting.popleft()
+            sequences = list(_results(readings, on_damage))
             waiting_bytes -= batch_bytes
+            waiting_readings -= len(readings)
             yield sequences
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

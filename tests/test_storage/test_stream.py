@@ -72,6 +72,24 @@ def test_long_sequences_are_read_layer_by_layer_and_come_whole(
             np.testing.assert_array_equal(sequence.states[name].data, whole.states[name].data)
 
 
+def test_small_sequences_are_not_all_handed_out_at_once(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.stream.MAX_READINGS", 4)
+    pulled = []
+
+    def batches() -> Iterator[list[int]]:
+        for number in range(100):
+            pulled.append(number)
+            yield [0, 1]
+
+    stream = read_ahead(snapshot, batches(), layers=["1"])
+    assert len(next(stream)) == 2
+    # Two batches of two, and the one that had no room.
+    assert pulled == [0, 1, 2]
+    assert len(list(stream)) == 99
+
+
 def test_token_ranges_are_read_alone(snapshot: Snapshot) -> None:
     (batch,) = read_ahead(snapshot, [[(2, slice(1, 4)), 3]], layers=["1"])
     whole = snapshot.read(2, layers=["1"])
