@@ -3,23 +3,31 @@
 Registered with transformers as the attention function "packed_sequences". The model hands on the
 boundaries that its forward pass was called with, on the device (`cu_seq_lens_q`: transformers' own
 name) and on the host, so that nobody waits for the device to know them. On a GPU one
-variable-length kernel does all sequences; elsewhere, and for what the kernel cannot do (soft caps,
-sinks, other widths), each sequence is computed by itself. To the compiler it is one opaque
-operator of fixed shapes, whatever the boundaries.
+variable-length kernel does all sequences; elsewhere, and for what the kernel cannot do (float32,
+soft caps, sinks, other widths), those of like length are done together. To the compiler it is one
+opaque operator of fixed shapes, whatever the boundaries.
 """
 
 import inspect
 import itertools
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Float, Int32
 from numpy import ndarray
 from torch import Tensor
-from torch.nn import functional
 from transformers import AttentionInterface
+
+from stage1_extract.device_copy import to_device
+from stage1_extract.plain_attention import (
+    MAX_SCORES,
+    Attend,
+    attend_by_scores,
+    attend_by_sdpa,
+    attend_in_rectangles,
+)
 
 PACKED_ATTENTION = "packed_sequences"
 
@@ -61,13 +69,6 @@ def packed_input(
         "cu_seq_lens_k": on_device,
         "host_boundaries": boundaries,
     }
-
-
-def to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """The tensor on the device, copied without waiting for what the device still has to do."""
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def attend_packed(
@@ -138,18 +139,22 @@ def _packed_attention(
     longest = max(end - start for start, end in itertools.pairwise(starts))
     if sliding_window is not None and sliding_window >= longest:
         sliding_window = None
-    needs_scores = softcap is not None or s_aux is not None
-    if not needs_scores and _kernel_can(query, value):
-        ends = boundaries[: len(starts)]
-        return _attend_by_kernel(query, key, value, ends, longest, scaling, sliding_window)
-    outputs = []
-    for start, end in itertools.pairwise(starts):
-        q, k, v = (each[:, :, start:end] for each in (query, key, value))
-        if needs_scores:
-            outputs.append(_attend_by_scores(q, k, v, scaling, sliding_window, softcap, s_aux))
-        else:
-            outputs.append(_attend_by_sdpa(q, k, v, scaling, sliding_window))
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    if softcap is None and s_aux is None:
+        if _kernel_can(query, value):
+            ends = boundaries[: len(starts)]
+            return _attend_by_kernel(query, key, value, ends, longest, scaling, sliding_window)
+        attend: Attend = partial(attend_by_sdpa, scaling=scaling, sliding_window=sliding_window)
+        max_scores = None
+    else:
+        attend = partial(
+            attend_by_scores,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=s_aux,
+        )
+        max_scores = MAX_SCORES
+    return attend_in_rectangles(query, key, value, tuple(starts), attend, max_scores=max_scores)
 
 
 def _packed_attention_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -212,57 +217,6 @@ def _attend_by_kernel(
     )
     assert isinstance(output, Tensor)
     return output[None].contiguous()
-
-
-def _attend_by_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
-) -> Float[Tensor, "1 heads tokens width"]:
-    num_tokens = query.shape[2]
-    is_windowed = sliding_window is not None and sliding_window < num_tokens
-    return functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=visible(num_tokens, sliding_window, device=query.device) if is_windowed else None,
-        is_causal=not is_windowed,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
-
-
-def _attend_by_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Float[Tensor, "1 heads tokens width"]:
-    """Attention written out, for what no fused kernel knows; softmax in fp32."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (query @ key.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    seen = visible(query.shape[2], sliding_window, device=query.device)
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if s_aux is not None:
-        sinks = s_aux.reshape(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return weights[..., : key.shape[2]] @ value
-
-
-def visible(
-    num_tokens: int, sliding_window: int | None, *, device: torch.device
-) -> Bool[Tensor, "tokens tokens"]:
-    """Which keys (columns) each query (row) sees: itself and those before it, within the window."""
-    position = torch.arange(num_tokens, device=device)
-    distance = position[:, None] - position[None, :]
-    seen = distance >= 0
-    return seen if sliding_window is None else seen & (distance < sliding_window)
 
 
 # Without a mask function of the same name transformers builds no mask for it at all.

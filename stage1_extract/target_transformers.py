@@ -23,7 +23,8 @@ from stage1_extract.batches import MAX_SEQUENCES
 from stage1_extract.compiled import CompiledLayers
 from stage1_extract.config import Batching, TargetConfig
 from stage1_extract.decoder import capture, find_decoder, no_hook_left_behind
-from stage1_extract.packed_attention import PACKED_ATTENTION, packed_input, to_device
+from stage1_extract.device_copy import to_device
+from stage1_extract.packed_attention import PACKED_ATTENTION, packed_input
 from stage1_extract.target import resolve_target
 from stage1_extract.target_files import clear_errors, load_config, load_tokenizer
 from storage.schema import LM_HEAD_INPUT

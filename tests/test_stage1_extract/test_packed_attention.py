@@ -11,7 +11,6 @@ from stage1_extract.packed_attention import (
     PackingUnsupportedError,
     attend_packed,
     packed_input,
-    visible,
 )
 
 LENGTHS = [5, 1, 12]
@@ -110,15 +109,6 @@ def test_repeated_boundaries_change_nothing() -> None:
     repeated = boundaries([*LENGTHS, 0, 0, 0])
     output, _ = attend_packed(LAYER, *states, None, **repeated)
     assert torch.equal(output, expected)
-
-
-def test_the_window_counts_the_token_itself() -> None:
-    assert visible(4, 2, device=torch.device("cpu")).int().tolist() == [
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [0, 1, 1, 0],
-        [0, 0, 1, 1],
-    ]
 
 
 def test_a_model_that_keeps_boundaries_to_itself_is_refused() -> None:
