@@ -10,6 +10,7 @@ are flushed to disk. Nothing here waits for the GPU but the writer threads.
 """
 
 import queue
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -81,6 +82,9 @@ class _Batch:
 
 
 _FINISH, _DROP = "finish", "drop"
+# Python's own 5 ms would let a writer thread keep the main one from feeding the GPU for so long:
+# a small target's whole forward pass takes 20.
+_SWITCH_INTERVAL_S = 0.0005
 _Step = _Batch | Mapping[str, UnusableConversationError] | str
 
 
@@ -114,6 +118,8 @@ class Pipeline:
         self._shards = []
 
     def __enter__(self) -> "Pipeline":
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         return self
 
     def __exit__(
@@ -126,6 +132,7 @@ class Pipeline:
         for shard in self._shards:
             shard.abandon()
         self._threads.shutdown()
+        sys.setswitchinterval(self._switch_interval_s)
 
 
 class PipelinedShard:

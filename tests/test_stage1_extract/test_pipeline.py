@@ -1,5 +1,6 @@
 """The pipeline: what it writes is what writing at once writes, and its errors are heard."""
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -216,3 +217,13 @@ def test_times_of_the_device_are_added_up(
         pipeline.drain()
     assert metrics.fraction("forward") == pytest.approx(2 * metrics.fraction("copy"), rel=0.2)
     assert metrics.fraction("write") > 0
+
+
+def test_the_interpreter_is_left_as_it_was(
+    tmp_path: Path, make_store: Callable[[str], WritableStore]
+) -> None:
+    before = sys.getswitchinterval()
+    store = make_store("store")
+    with Pipeline(FakeTransfer(store.layers), metrics_in(tmp_path), num_threads=1):
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before
