@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
+from storage.catalog import fold, read_catalog
+from storage.files import LocalFiles
 from storage.reader import open_store
 from storage.schema import FORMAT_VERSION
 from storage.verify import verify_store
@@ -162,6 +165,30 @@ def test_the_catalog_follows_the_document() -> None:
         columns[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
         start += columns[name].nbytes
     assert start == len(data) - 4
+    assert columns["num_tokens"].tolist() == [3, 300]
+    assert columns["id_text"].tobytes().decode() == "firstzweite ä"
+
+
+def test_the_catalog_of_columns_follows_the_document(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "v1", tmp_path / "store")
+    files = LocalFiles(tmp_path / "store")
+    files.remove_tree("catalog")
+    fold(files, read_catalog(files))
+    (path,) = (tmp_path / "store" / "catalog").iterdir()
+    data = path.read_bytes()
+    assert data[:8] == b"DFLCAT02"
+    assert int.from_bytes(data[4092:4096], "little") == crc32c(data[:4092])
+    header = json.loads(data[16 : 16 + int.from_bytes(data[8:16], "little")])
+    assert header["num_generations_complete"] == 1
+    columns = {}
+    for name, column in header["columns"].items():
+        assert column["offset"] % 64 == 0
+        count = math.prod(column["shape"])
+        found = np.frombuffer(data, column["dtype"], count, column["offset"])
+        stop = column["offset"] + found.nbytes + -found.nbytes % 64
+        assert crc32c(data[column["offset"] : stop]) == column["crc32c"]
+        columns[name] = found.reshape(column["shape"])
+    assert stop == len(data)
     assert columns["num_tokens"].tolist() == [3, 300]
     assert columns["id_text"].tobytes().decode() == "firstzweite ä"
 
