@@ -1,8 +1,8 @@
 """Worker metrics: what one worker has done so far, as JSON lines for the launcher and the report.
 
 Each line is cumulative; time counts from the first unit on, preparation left out. It holds `time_s`
-(Unix), `event` ("start", "progress", "end"), `worker_index`, `num_workers`, `num_units` committed by
-this worker, `num_sequences`, `num_tokens`, `num_bytes` written, `num_truncated`, `num_failed`,
+(Unix), `event` ("start", "progress", "end"), `worker_index`, `num_workers`, `num_units` committed
+by this worker, `num_sequences`, `num_tokens`, `num_bytes` written, `num_truncated`, `num_failed`,
 `num_saturated` values, `skipped` (reason to count), `elapsed_s`, `tokens_per_s`, what `evidence`
 says of the compiler, and shares of the elapsed time by part, see `Part`. Now and then the same is
 printed as one line.
