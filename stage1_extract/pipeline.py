@@ -13,7 +13,7 @@ import queue
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -100,7 +100,8 @@ class Pipeline:
     def open(self, shard: OpenShard) -> "PipelinedShard":
         """Starts a shard; shards are written in the order in which they were opened."""
         self.check()
-        self._shards = [each for each in self._shards if not each.is_done()]
+        # One that has failed since stays, for the next check to find.
+        self._shards = [each for each in self._shards if not each.is_sealed_or_dropped()]
         opened = PipelinedShard(shard, self._transfer, self._metrics, self._threads, self.check)
         self._shards.append(opened)
         return opened
@@ -189,9 +190,9 @@ class PipelinedShard:
             self._is_closed = True
             self._steps.put(step)
 
-    def is_done(self) -> bool:
-        """Whether it is sealed, dropped or failed."""
-        return self._future.done()
+    def is_sealed_or_dropped(self) -> bool:
+        """Whether nothing is left to do for it and nothing went wrong."""
+        return self._future.done() and self.error is None
 
     def result(self) -> None:
         """Waits until it is sealed or dropped; raises its error."""
@@ -218,7 +219,8 @@ class PipelinedShard:
             while step not in (_FINISH, _DROP):
                 step = self._steps.get()
                 if isinstance(step, _Batch):
-                    step.arrival.wait()
+                    with suppress(Exception):  # The first error is the one to be heard.
+                        step.arrival.wait()
                     step.arrival.release()
 
     def _append(self, shard: OpenShard, batch: _Batch) -> None:

@@ -227,3 +227,50 @@ def test_the_interpreter_is_left_as_it_was(
     with Pipeline(FakeTransfer(store.layers), metrics_in(tmp_path), num_threads=1):
         assert sys.getswitchinterval() < before
     assert sys.getswitchinterval() == before
+
+
+def test_a_shard_that_fails_while_the_next_is_opened_is_not_forgotten(
+    tmp_path: Path, make_store: Callable[[str], WritableStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may fail right behind the look at errors, before the look at what is done."""
+    store, metrics = make_store("store"), metrics_in(tmp_path)
+    first, second = store.units()[:2]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreWriteError("the disk is full")
+
+    with Pipeline(FakeTransfer(store.layers), metrics, num_threads=1) as pipeline:
+        with pipeline.open(OpenShard(store.start_shard(first), store.layers, metrics)) as opened:
+            monkeypatch.setattr(ShardWriter, "seal", full)
+            opened.finish()
+            with pytest.raises(StoreWriteError):
+                opened.result()
+        monkeypatch.undo()
+        monkeypatch.setattr(pipeline, "check", lambda: None)
+        pipeline.open(OpenShard(store.start_shard(second), store.layers, metrics)).finish()
+        with pytest.raises(StoreWriteError, match="the disk is full"):
+            pipeline.drain()
+
+
+def test_buffers_come_back_though_the_device_fails(
+    tmp_path: Path, make_store: Callable[[str], WritableStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the main thread would wait for one for ever, and nobody would hear of the error."""
+    store, metrics = make_store("store"), metrics_in(tmp_path)
+    go_on = threading.Event()
+
+    def broken(_: FakeArrival) -> EncodedBatch:
+        go_on.wait()
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(FakeArrival, "wait", broken)
+    transfer = FakeTransfer(store.layers, num_buffers=3)
+    with Pipeline(transfer, metrics, num_threads=1) as pipeline:
+        shard = OpenShard(store.start_shard(store.units()[0]), store.layers, metrics)
+        with pipeline.open(shard) as opened:
+            for number in range(3):
+                opened.add([sequence(number)], states([sequence(number)]))
+            go_on.set()
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            pipeline.drain()
+    assert all(arrival.is_released for arrival in transfer.arrivals)
