@@ -48,9 +48,10 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     Returns:
         0 when every unit is committed, 75 when stopped early, else the failure's code.
     """
-    from stage1_extract.receipt import is_finished, note_finished
+    from stage1_extract.receipt import is_finished, note_finished, run_digest
 
     run = extract_run(config)
+    digest = run_digest(run)  # Now, not at the end: the data may grow meanwhile.
     if is_finished(run):
         print(f"nothing to extract: {store_dir_of(config)} holds all of it")
         return 0
@@ -80,7 +81,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     def judged() -> int:
         exit_code = judge_extraction(store, run)
         if exit_code == 0:
-            note_finished(run)
+            note_finished(run, digest=digest)
         return exit_code
 
     if not open_units:

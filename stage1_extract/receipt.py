@@ -22,9 +22,14 @@ from storage.writer import open_for_writing
 RECEIPT = "finished.json"
 
 
-def note_finished(run: ExtractRun) -> None:
-    """Notes that every unit of a run is committed and few enough sequences failed."""
-    digest = run_digest(run)
+def note_finished(run: ExtractRun, *, digest: str | None) -> None:
+    """Notes that every unit of a run is committed and few enough sequences failed.
+
+    Args:
+        run: The run's settings.
+        digest: `run_digest` from before the data were read: what was appended since is not in the
+            store. None notes nothing.
+    """
     if digest is not None:
         replace_whole(_receipt_path(run), json.dumps({"digest": digest}).encode())
 

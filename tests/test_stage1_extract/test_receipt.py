@@ -11,7 +11,7 @@ import pytest
 
 from stage1_extract.config import ExtractRun
 from stage1_extract.extract import prepare_store, run_worker
-from stage1_extract.receipt import is_finished, note_finished
+from stage1_extract.receipt import is_finished, note_finished, run_digest
 from storage.commits import read_commit
 from storage.repair import bury_damaged
 from storage.verify import verify_store
@@ -28,7 +28,7 @@ def finished(make_run: MakeRun) -> ExtractRun:
     prepare_store(run)
     assert run_worker(run, worker_index=0, num_workers=1) == 0
     assert not is_finished(run)
-    note_finished(run)
+    note_finished(run, digest=run_digest(run))
     assert is_finished(run)
     return run
 
@@ -63,6 +63,18 @@ def test_changed_data_are_looked_at(finished: ExtractRun) -> None:
     assert not is_finished(finished)
 
 
+def test_data_that_grew_during_the_extraction_are_looked_at(make_run: MakeRun) -> None:
+    run = make_run()
+    digest = run_digest(run)
+    prepare_store(run)
+    assert run_worker(run, worker_index=0, num_workers=1) == 0
+    (path,) = map(Path, run.data.conversations)
+    with path.open("a") as file:
+        file.write('{"prompt": "more", "response": "data"}\n')
+    note_finished(run, digest=digest)
+    assert not is_finished(run)
+
+
 def test_a_touched_target_is_looked_at(finished: ExtractRun) -> None:
     weights = Path(finished.target.model) / "model.safetensors"
     before = weights.stat()
@@ -93,7 +105,7 @@ def test_a_receipt_that_cannot_be_read_says_nothing(finished: ExtractRun, text: 
 def test_a_hub_target_has_no_receipt(finished: ExtractRun) -> None:
     target = finished.target.model_copy(update={"model": "some/model"})
     run = finished.model_copy(update={"target": target, "run_dir": finished.run_dir / "hub"})
-    note_finished(run)
+    note_finished(run, digest=run_digest(run))
     assert not is_finished(run)
 
 
