@@ -93,6 +93,7 @@ def extract_script(run: BatchRun) -> Script:
         "# Not SLURM_ARRAY_TASK_COUNT: it is 2 when two tasks are tried again with --array=3,7.",
         f"num_workers={job.tasks}",
         "",
+        *_compile_caches(run, folder="extract"),
         f"{_srun(run, cpus=job.cpus)} \\",
         f"  {_words(run.command)} extract {_word(run.run_file)} \\",
         '  --worker "$SLURM_ARRAY_TASK_ID" --num-workers "$num_workers" &',
