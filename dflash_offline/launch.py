@@ -106,7 +106,8 @@ def run_jobs(
         places: Where jobs run.
         show_line: Called with a job's name and each line of its output.
         together: Whether the jobs need each other, as the ranks of one drafter do: when one
-            fails the others, who would wait for it, are killed and share its exit code.
+            fails, or a signal ends it before it listens, the others, who would wait for it, are
+            killed and share its exit code.
 
     Raises:
         ValueError: A job needs more places than there are.
@@ -143,10 +144,12 @@ def run_jobs(
                 show_line(name, line)
                 continue
             process, taken = running.pop(name)
-            exit_code = _exit_code(process.wait(), stopping=stopping.is_set())
+            is_killed = process.wait() < 0
+            exit_code = _exit_code(process.returncode, stopping=stopping.is_set())
             exit_codes[name] = failure or exit_code
             free += taken
-            if together and not failure and exit_code not in (0, EXIT_STOPPED_EARLY):
+            has_ended_well = exit_code in (0, EXIT_STOPPED_EARLY) and not is_killed
+            if together and not failure and not has_ended_well:
                 failure = exit_code
                 for other, _ in running.values():
                     other.kill()
@@ -173,8 +176,12 @@ def describe_exit(exit_code: int) -> str:
 
 
 def _exit_code(exit_code: int, *, stopping: bool) -> int:
-    """A job that our SIGTERM reached before it could listen has begun nothing: resumable."""
-    return EXIT_STOPPED_EARLY if stopping and exit_code == -signal.SIGTERM else exit_code
+    """A job that a stop reached before it could listen has begun nothing: resumable.
+
+    We send SIGTERM; srun tells every process of a job step, ours too, the SIGUSR1 that it gets.
+    """
+    unheard = (-signal.SIGTERM, -signal.SIGUSR1)
+    return EXIT_STOPPED_EARLY if stopping and exit_code in unheard else exit_code
 
 
 def _start(

@@ -136,3 +136,27 @@ def test_jobs_that_work_together_end_together(python_jobs: Callable[[str, str], 
         together=True,
     )
     assert exit_codes == {"waits": 3, "fails": 3}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_before_one_of_them_listens_ends_all_that_work_together(
+    python_jobs: Callable[[str, str], Job], number: signal.Signals
+) -> None:
+    """Rank 0 may still prepare the store while the others ignore signals and wait for it."""
+    names = "(signal.SIGTERM, signal.SIGUSR1)"
+    deaf = (
+        f"import signal; [signal.signal(each, signal.SIG_IGN) for each in {names}]\n"
+        "print('ready')\nwhile True: signal.pause()"
+    )
+    # As srun does it: the signal reaches this process as well as its launcher.
+    early = (
+        "import os, signal, time; time.sleep(1); os.kill(os.getppid(), signal.SIGUSR1)\n"
+        f"os.kill(os.getpid(), {int(number)}); time.sleep(60)"
+    )
+    exit_codes = run_jobs(
+        [python_jobs("deaf", deaf), python_jobs("early", early)],
+        places=[Slot(environment={})] * 2,
+        show_line=lambda name, line: None,
+        together=True,
+    )
+    assert exit_codes == {"deaf": 75, "early": 75}
