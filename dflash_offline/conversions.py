@@ -8,7 +8,9 @@ from rich.progress import Progress
 
 from dflash_offline.config import RunConfig, extract_run, store_dir_of
 from dflash_offline.convert import ImportReport, ImportSettings, export_store, import_cache
+from stage1_extract.failures import judge_extraction
 from storage.verify import verify_store
+from storage.writer import open_for_writing
 
 
 def parse_layer_ids(text: str) -> tuple[int, ...]:
@@ -19,12 +21,17 @@ def parse_layer_ids(text: str) -> tuple[int, ...]:
         raise ValueError(f"--layers {text}: expected numbers such as 1,9,17") from error
 
 
-def import_into_run(config: RunConfig, **settings: Any) -> None:
-    """Imports a cache, checks every byte of the store and says what the cache lacked."""
+def import_into_run(config: RunConfig, **settings: Any) -> int:
+    """Imports a cache, checks every byte of the store and says what the cache lacked.
+
+    Returns:
+        0, or 1 when more sequences were skipped than `extract.max_failed_fraction` allows.
+    """
+    run = extract_run(config)
     with Progress(transient=True) as bar:
         task = bar.add_task("importing")
         report = import_cache(
-            extract_run(config),
+            run,
             ImportSettings(**settings),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -32,7 +39,8 @@ def import_into_run(config: RunConfig, **settings: Any) -> None:
     verdict = verify_store(place, full=True)
     if not verdict.ok:
         raise ValueError(f"{place}: {verdict.problems[0]}; run `store repair`, then import again")
-    print("\n".join(report_lines(report, place=place)))
+    print("\n".join(report_lines(report, place=place)), flush=True)
+    return judge_extraction(open_for_writing(place), run)
 
 
 def report_lines(report: ImportReport, *, place: object) -> list[str]:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import numpy as np
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from storage.order import permutation
 from storage.reader import open_store
 from storage.schema import LM_HEAD_INPUT, LayerRecord
 from storage.shard_writer import ShardWriter
-from storage.writer import WritableStore, create_store
+from storage.writer import create_store
 
 CHECKED_SEQUENCES = 3
 CHECKED_TOKENS = 512
@@ -115,11 +116,12 @@ def import_cache(
         num_tokens = importer.estimate_tokens(new)
         num_units = max(1, -(-num_tokens * shape.state_bytes // shape.shard_bytes))
         store.plan_generation(new, num_units=num_units)
+    records = store.layers
     units = [unit for unit in store.units() if not store.is_committed(unit)]
     for done, unit in enumerate(units, start=1):
         with store.start_shard(unit) as shard:
             for sequence_id in store.sequences_of(unit):
-                importer.append(shard, sequence_id, store, report)
+                importer.append(shard, sequence_id, records, report)
             shard.seal()
         if progress is not None:
             progress(done, len(units))
@@ -259,6 +261,10 @@ class _Importer:
                 num_tokens += len(states[self.layers[0]])
             if num_tokens >= self.run.store.calibration_tokens:
                 break
+        if num_tokens == 0:
+            raise ValueError(
+                f"{self.settings.source}: every sequence has NaN or infinity; nothing to import"
+            )
         return {
             name: tuple(calibrate_channels(np.concatenate(each)).tolist())
             for name, each in parts.items()
@@ -275,14 +281,18 @@ class _Importer:
             yield self.cache.ids[place]
 
     def append(
-        self, shard: ShardWriter, sequence_id: str, store: WritableStore, report: ImportReport
+        self,
+        shard: ShardWriter,
+        sequence_id: str,
+        records: Mapping[str, LayerRecord],
+        report: ImportReport,
     ) -> None:
         """Imports one sequence, or skips it with its reason."""
         try:
             sequence = self.read(sequence_id)
             mask = self._loss_mask(sequence_id, sequence)
             problem = self._problem(sequence, mask)
-            states = {} if problem else self._encoded(sequence, store.layers)
+            states = {} if problem else self._encoded(sequence, records)
         except NonFiniteStatesError as error:
             problem, states = str(error), {}
         if problem:
@@ -364,6 +374,9 @@ def export_store(
     [tokens, layers, hidden] and, where the store has it, `lm_head_input` bf16 [tokens, hidden]; its
     metadata name id, layers, target and split. Files appear whole; those that are there are passed
     over, so an interrupted export goes on.
+
+    Raises:
+        ValueError: A file there holds something else, such as other layers.
     """
     store = open_store(store_dir)
     snapshot = store.snapshot()
@@ -373,7 +386,13 @@ def export_store(
     for index in range(snapshot.num_sequences):
         sequence_id = snapshot.sequence_id(index)
         path = out_dir / f"{file_stem(sequence_id)}.safetensors"
-        if not path.exists():
+        metadata = {
+            "id": sequence_id,
+            "layers": ",".join(decoder_layers),
+            "target": store.identity.target_name,
+            "split": "held_out" if snapshot.held_out[index] else "training",
+        }
+        if not _is_exported(path, metadata, has_final=LM_HEAD_INPUT in names):
             token_ids, loss_mask = snapshot.read_tokens(index)
             tensors = {
                 "token_ids": torch.from_numpy(token_ids.copy()),
@@ -385,17 +404,34 @@ def export_store(
             tensors["hidden_states"] = states[:, columns].contiguous()
             if LM_HEAD_INPUT in names:
                 tensors[LM_HEAD_INPUT] = states[:, names.index(LM_HEAD_INPUT)].contiguous()
-            metadata = {
-                "id": sequence_id,
-                "layers": ",".join(decoder_layers),
-                "target": store.identity.target_name,
-                "split": "held_out" if snapshot.held_out[index] else "training",
-            }
             replace_whole(path, save(tensors, metadata))
             num_written += 1
         if progress is not None:
             progress(index + 1, snapshot.num_sequences)
     return num_written
+
+
+def _is_exported(path: Path, metadata: Mapping[str, str], *, has_final: bool) -> bool:
+    """Whether a sequence's file is there already.
+
+    Raises:
+        ValueError: The file there is not what is to be written.
+    """
+    if not path.exists():
+        return False
+    try:
+        with safe_open(path, framework="numpy") as file:
+            is_same = (
+                file.metadata() == metadata and (LM_HEAD_INPUT in set(file.keys())) == has_final
+            )
+    except SafetensorError:
+        is_same = False
+    if not is_same:
+        raise ValueError(
+            f"{path} is another file than this export would write (other layers or another store,"
+            " perhaps); choose an empty folder"
+        )
+    return True
 
 
 def file_stem(sequence_id: str) -> str:

@@ -181,15 +181,17 @@ def import_command(
     from dflash_offline.config import load_run_file
     from dflash_offline.conversions import import_into_run, parse_layer_ids
 
-    import_into_run(
-        load_run_file(run_file, overrides=overrides),
-        source=cache_dir,
-        layout=layout,
-        layer_ids=None if layers is None else parse_layer_ids(layers),
-        loss_masks=loss_masks,
-        supervise_all=supervise_all,
-        final_is_normed=None if final_state is None else final_state == "normed",
-        is_checked=not no_check,
+    sys.exit(
+        import_into_run(
+            load_run_file(run_file, overrides=overrides),
+            source=cache_dir,
+            layout=layout,
+            layer_ids=None if layers is None else parse_layer_ids(layers),
+            loss_masks=loss_masks,
+            supervise_all=supervise_all,
+            final_is_normed=None if final_state is None else final_state == "normed",
+            is_checked=not no_check,
+        )
     )
 
 

@@ -311,6 +311,8 @@ def test_an_export_is_read_by_safetensors_alone(tiny_run: RunConfig, tmp_path: P
     snapshot = store.snapshot()
     assert export_store(place, tmp_path / "out", layers=["1"]) == snapshot.num_sequences
     assert export_store(place, tmp_path / "out", layers=["1"]) == 0
+    with pytest.raises(ValueError, match="other layers or another store"):
+        export_store(place, tmp_path / "out", layers=["0", "1"])
     name = snapshot.sequence_id(3)
     tensors = load_file(tmp_path / "out" / f"{name}.safetensors")
     expected = store.sequence(name).hidden_states(layers=["1"])
@@ -349,6 +351,14 @@ name = "small"
         main, ["store", "export", str(tmp_path / "run/store"), str(tmp_path / "out")]
     )
     assert "6 files written" in exported.output
+    (tmp_path / "broken").mkdir()
+    nan = {name: {**one, "states": one["states"] * float("nan")} for name, one in own.items()}
+    command[3] = str(specforge_cache(nan, tmp_path / "broken"))
+    settings = (f"run_dir={tmp_path / 'failed'}", "store.encoding=bf16")
+    options = [part for each in settings for part in ("--set", each)]
+    failed = CliRunner().invoke(main, [*command, "--no-check", *options])
+    assert failed.exit_code == 1, failed.output
+    assert "100.0% of 6 sequences failed" in failed.output
     refused = CliRunner().invoke(main, [*command[:-1], "x"])
     assert refused.exit_code == 2
     assert refused.output == "error: --layers x: expected numbers such as 1,9,17\n"
