@@ -50,10 +50,20 @@ def with_absolute_paths(
             changed[table] = _changed(changed[table], key, anchor)
     if isinstance(changed.get("drafter"), list):
         changed["drafter"] = [
-            _changed(each, "init_from", read) if isinstance(each, dict) else each
+            _with_cache_dir(_changed(each, "init_from", read), write)
+            if isinstance(each, dict)
+            else each
             for each in changed["drafter"]
         ]
-    return changed
+    return _with_cache_dir(changed, write)
+
+
+def _with_cache_dir(table: dict[str, Any], anchor: Anchor) -> dict[str, Any]:
+    """The run's tables, or a drafter's, with `train.read_cache_dir` changed."""
+    train = table.get("train")
+    if not isinstance(train, dict):
+        return table
+    return {**table, "train": _changed(train, "read_cache_dir", anchor)}
 
 
 def is_url(place: str) -> bool:

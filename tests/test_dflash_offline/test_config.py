@@ -41,9 +41,12 @@ prompts = ["prompts"]
 output = "answers.jsonl"
 [eval]
 suites = ["held_out", "own.jsonl"]
+[train]
+read_cache_dir = "cache"
 [[drafter]]
 name = "one"
 init_from = "drafters/old"
+train = { read_cache_dir = "own-cache" }
 """
     config = load_run_file(write(folder, text))
     assert config.run_dir == str(folder / "out")
@@ -54,6 +57,8 @@ init_from = "drafters/old"
     assert config.regenerate.output == str(folder / "answers.jsonl")
     assert config.eval.suites == ("held_out", str(folder / "own.jsonl"))
     assert config.drafter[0].init_from == str(folder / "drafters" / "old")
+    assert config.train.read_cache_dir == str(folder / "cache")
+    assert config.drafter[0].train["read_cache_dir"] == str(folder / "own-cache")
 
 
 def test_paths_given_with_set_and_defaults_start_at_the_working_folder(
