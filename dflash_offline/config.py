@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dflash_offline.run_paths import is_url, with_absolute_paths
 from dflash_offline.grid import expand_grids
+from dflash_offline.run_paths import is_url, with_absolute_paths
 from dflash_offline.slurm_config import SlurmConfig
 from stage1_extract.config import (
     DataConfig,
