@@ -15,6 +15,7 @@ from typing import Any
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversation_files import files_of
 from stage1_extract.embedded import is_embedded
+from storage.commits import tombstoned_units
 from storage.errors import StoreError
 from storage.files import replace_whole
 from storage.writer import open_for_writing
@@ -31,19 +32,24 @@ def note_finished(run: ExtractRun, *, digest: str | None) -> None:
             store. None notes nothing.
     """
     if digest is not None:
-        replace_whole(_receipt_path(run), json.dumps({"digest": digest}).encode())
+        given_up = tombstoned_units(open_for_writing(run.store_dir).files)
+        receipt = {"digest": digest, "num_given_up": len(given_up)}
+        replace_whole(_receipt_path(run), json.dumps(receipt).encode())
 
 
 def is_finished(run: ExtractRun) -> bool:
     """Whether the same run came to its end and its store still holds every unit."""
     try:
-        noted = json.loads(_receipt_path(run).read_bytes())["digest"]
+        receipt = json.loads(_receipt_path(run).read_bytes())
+        noted, num_given_up = receipt["digest"], receipt["num_given_up"]
         if noted is None or noted != run_digest(run):
             return False
         store = open_for_writing(run.store_dir)
     except (OSError, ValueError, KeyError, TypeError, StoreError):
         return False  # No receipt, or none that can be read: the long way tells.
-    return set(store.units()) <= store.committed()
+    # A shard that was given up since is planned nowhere until preparing plans its sequences anew.
+    is_whole = len(tombstoned_units(store.files)) == num_given_up
+    return is_whole and set(store.units()) <= store.committed()
 
 
 def run_digest(run: ExtractRun) -> str | None:

@@ -92,8 +92,12 @@ def test_a_store_that_lost_a_shard_is_looked_at(finished: ExtractRun) -> None:
     record = read_commit(store.files, unit)
     (finished.store_dir / record.attempt_dir / "tokens.bin").unlink()
     bury_damaged(finished.store_dir, verify_store(finished.store_dir, full=True).problems)
+    assert not is_finished(finished), "what was given up is to be filled again"
     prepare_store(finished)
     assert not is_finished(finished)
+    assert run_worker(finished, worker_index=0, num_workers=1) == 0
+    note_finished(finished, digest=run_digest(finished))
+    assert is_finished(finished)
 
 
 @pytest.mark.parametrize("text", ["", "no json", "[]", "{}", '{"digest": null}'])
