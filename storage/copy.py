@@ -1,6 +1,6 @@
 """Copy a store to another place: any of folder and object store to any, as often as one likes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,15 +66,20 @@ def copy_store(
     """
     source, target = files_at(source_dir), files_at(target_dir)
     create_identity(target, read_identity(source))
+    # Listed before their plans are copied, for the source may grow meanwhile.
+    dead = tombstoned_units(source)
+    units = committed_units(source) - dead
+    grown = [unit for unit in _units_with_added_layers(source) if unit in units]
     for name in source.names(layout.PENDING_LAYERS):
         _copy_record(source, target, f"{layout.PENDING_LAYERS}/{name}")
-    add_layers(target, list(read_layers(source).values()))
+    layers = read_layers(source)
+    # Readers of the target see a layer that was added later when all its shards hold it there.
+    late = _added_names(source, grown) - read_layers(target).keys()
+    add_layers(target, [record for name, record in layers.items() if name not in late])
     _copy_head(source, target)
     _copy_plans(source, target)
-    dead = tombstoned_units(source)
     for unit in sorted(dead):
         _copy_record(source, target, layout.tombstone(unit))
-    units = committed_units(source) - dead
     new = sorted(units - committed_units(target))
 
     def copy(unit: UnitId) -> int:
@@ -86,9 +91,9 @@ def copy_store(
             num_bytes += size
             if progress is not None:
                 progress(done, len(new))
-    for unit in _units_with_added_layers(source):
-        if unit in units:
-            num_bytes += _copy_added(source, target, unit)
+    for unit in grown:
+        num_bytes += _copy_added(source, target, unit)
+    add_layers(target, list(layers.values()))
     read_catalog(target)  # Folds, so that readers of the copy open fast.
     return CopyReport(num_shards=len(units), num_copied=len(new), num_bytes=num_bytes)
 
@@ -117,6 +122,7 @@ def _copy_head(source: Files, target: Files) -> None:
             check_head_file(source, name)
             path = layout.head_file(name)
             _copy_file(source, target, path, source.size(path))
+            target.sync_tree(layout.HEAD)
             _copy_record(source, target, layout.head_record(name))
             check_head_file(target, name)
 
@@ -147,6 +153,11 @@ def _copy_added(source: Files, target: Files, unit: UnitId) -> int:
         num_bytes += _copy_files(source, target, commit, added)
         _copy_record(source, target, layout.added_layers(unit, added.layers))
     return num_bytes
+
+
+def _added_names(files: Files, units: Iterable[UnitId]) -> set[str]:
+    """Names of the layers that some of these units got later."""
+    return {name for unit in units for added in read_added(files, unit) for name in added.layers}
 
 
 def _units_with_added_layers(files: Files) -> Iterator[UnitId]:

@@ -15,7 +15,6 @@ from storage.encodings import (
     encoding_named,
 )
 from storage.errors import StoreError
-from storage.head import head_files, read_head_file
 from storage.order import epoch_order
 from storage.reader import Snapshot, open_store
 from storage.schema import LayerRecord, UnitId
@@ -57,8 +56,8 @@ def derive_store(
         target.add_layers(_records_like(like, snapshot))
     elif encoding is not None:
         _add_layers(snapshot, target, encoding)
-    for name in head_files(source.files):
-        target.put_head_file(name, read_head_file(source.files, name))
+    for name in source.head_names():
+        target.put_head_file(name, source.head_bytes(name))
     recoder = _Recoder(snapshot, target)
     ids = [snapshot.sequence_id(index) for index in range(snapshot.num_sequences)]
     target.plan_generation([*ids, *recoder.skipped], num_units=max(1, snapshot.num_shards))

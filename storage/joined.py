@@ -103,8 +103,12 @@ class JoinedStore(Store):
                 )
         return {name: first[name] for name in shared}
 
+    def head_names(self) -> list[str]:
+        """Names of all files of head/; the same in all members, for their target is the same."""
+        return self.members[0].head_names()
+
     def head_bytes(self, name: str) -> bytes:
-        """A file of head/; the same in all members, for their target is the same."""
+        """A file of head/, its checksum verified."""
         return self.members[0].head_bytes(name)
 
     def head_path(self, name: str) -> Path:

@@ -1,10 +1,12 @@
 """Keep what was read from a far store on a near disk, up to a size, shared by all processes."""
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +43,7 @@ class ReadCache:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def read_into(self, key: str, buffers: Sequence[memoryview]) -> bool:
-        """Fills the buffers with the piece of a key; False if it is not there whole."""
+        """Fills the buffers with the piece of a key; False if it cannot be had whole."""
         path = self._path(key)
         checksum = bytearray(CHECKSUM_BYTES)
         parts = [*buffers, memoryview(checksum)]
@@ -52,12 +54,17 @@ class ReadCache:
                 for part in parts:
                     _fill(file.fileno(), part)
                 os.utime(file.fileno())  # Used just now.
-        except FileNotFoundError:
+        except OSError:  # Not there, cut short, another user's, or its disk fails.
             return False
         return _checksum(buffers) == checksum
 
+    def forget(self, key: str) -> None:
+        """Removes the piece of a key, if it is there."""
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
+
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        """Keeps a piece, and lets old ones go if need be."""
+        """Keeps a piece, and lets old ones go if need be; OSError if the disk does not take it."""
         size = sum(len(buffer) for buffer in buffers) + CHECKSUM_BYTES
         if size > self.limit_bytes:
             return
@@ -145,6 +152,8 @@ def _checksum(buffers: Sequence[Buffer]) -> bytes:
 class CachedRangeReader:
     """A RangeReader that asks the cache first. What is read again is the same range as a rule:
     the states of one sequence.
+
+    A cache that cannot be read or written costs time, never the read: one warning tells.
     """
 
     def __init__(self, files: "CachedFiles", path: str):
@@ -153,13 +162,27 @@ class CachedRangeReader:
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fills the buffers from `offset` on."""
-        key = f"{self._files}/{self._path}@{offset}+{sum(len(buffer) for buffer in buffers)}"
-        if self._files.cache.read_into(key, buffers):
+        cache, key = self._files.cache, self._key(offset, buffers)
+        if cache.read_into(key, buffers):
             return
         if self._far is None:
             self._far = self._files.far.range_reader(self._path)
         self._far.read_into(offset, buffers)
-        self._files.cache.put(key, buffers)
+        try:
+            cache.put(key, buffers)
+        except OSError as error:
+            warnings.warn(
+                f"the read cache {cache.folder} cannot be written ({error.strerror}); reading goes "
+                "on without it: make room there, or lower train.read_cache_bytes",
+                stacklevel=2,
+            )
+
+    def forget(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Takes a range that failed its checksum out of the cache, for the store may be mended."""
+        self._files.cache.forget(self._key(offset, buffers))
+
+    def _key(self, offset: int, buffers: Sequence[memoryview]) -> str:
+        return f"{self._files}/{self._path}@{offset}+{sum(len(buffer) for buffer in buffers)}"
 
     def close(self) -> None:
         """Gives the far file back, if it was opened."""

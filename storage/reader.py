@@ -91,6 +91,10 @@ class Store:
         """The stored layers by name, decoder layers in order, as they are recorded now."""
         return read_layers(self.files)
 
+    def head_names(self) -> list[str]:
+        """Names of all files of head/."""
+        return head_files(self.files)
+
     def head_bytes(self, name: str) -> bytes:
         """A file of head/, its checksum verified."""
         return read_head_file(self.files, name)
@@ -100,7 +104,7 @@ class Store:
 
         Of an object store it is a copy, which lasts as long as this Store.
         """
-        names = [file for file in head_files(self.files) if f"{file}/".startswith(f"{name}/")]
+        names = [file for file in self.head_names() if f"{file}/".startswith(f"{name}/")]
         if not names:
             raise StoreError(
                 f"{self.files} has no head file {name!r}; run `extract` to complete it"

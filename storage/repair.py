@@ -1,5 +1,6 @@
 """Mend a store: take damaged shards out so that they are refilled, remove what nobody reads."""
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -38,8 +39,10 @@ def collect_garbage(store_dir: str | Path, *, older_than_s: float = 86_400.0) ->
 
     Args:
         store_dir: the store.
-        older_than_s: only what was last written so long ago, in seconds. Choose it above the
-            time a worker needs for a unit: younger ones may still be written.
+        older_than_s: only what was last written, or replaced by a newer catalog file, so long
+            ago, in seconds. Choose it above the time a worker needs for a unit, for younger ones
+            may still be written, and above that of an epoch on an object store, whose trainers
+            read their catalog file piece by piece.
     """
     return collect_garbage_of(files_at(store_dir), older_than_s=older_than_s)
 
@@ -52,10 +55,15 @@ def collect_garbage_of(files: Files, *, older_than_s: float) -> list[str]:
         if files.last_written(path) <= before:
             files.remove_tree(path)
             removed.append(path)
-    for path in (*_unfinished_files(files), *_old_catalogs(files)):
+    for path in _unfinished_files(files):
         if files.last_written(path) <= before:
             files.remove(path)
             removed.append(path)
+    catalogs = [layout.catalog(name) for name in files.names(layout.CATALOG)]
+    for old, newer in itertools.pairwise(catalogs):
+        if files.last_written(newer) <= before:
+            files.remove(old)
+            removed.append(old)
     return removed
 
 
@@ -86,8 +94,3 @@ def _unfinished_files(files: Files) -> Iterator[str]:
         for name in names:
             if name.startswith(layout.TEMPORARY):
                 yield os.path.relpath(Path(folder, name), files.root)
-
-
-def _old_catalogs(files: Files) -> Iterator[str]:
-    for name in files.names(layout.CATALOG)[:-1]:
-        yield layout.catalog(name)

@@ -27,6 +27,7 @@ from storage.commits import (
 from storage.encodings import EncodedStates
 from storage.errors import DamagedShardError, StoreError
 from storage.files import Files, RangeReader
+from storage.read_cache import CachedRangeReader
 from storage.schema import CHUNK_TOKENS, UnitId
 
 OPEN_SHARDS = 32
@@ -77,6 +78,7 @@ class ShardReader:
         offset = self._first_token[place] * TOKEN_BYTES
         self._fill(path, offset, [memoryview(packed)], "tokens", place)
         if crc32c(packed) != self.commit.tokens_checksums[place]:
+            self._forget(path, offset, [memoryview(packed)])
             raise self._damaged("tokens", place, "its checksum does not match")
         token_ids = np.frombuffer(packed, dtype="<i4", count=count)
         return token_ids, np.frombuffer(packed, dtype=np.bool_, offset=4 * count)
@@ -172,8 +174,17 @@ class ShardReader:
         behind = memoryview(bytearray((high - stop) * array.row_bytes))
         pieces = [before, bytes_of(rows), behind]
         offset = (self._first_token[place] + low) * array.row_bytes
-        self._fill(layout.array_data(path), offset, pieces, name, place)
-        return lambda: self._verify(array, name, place, first, last, pieces)
+        data_path = layout.array_data(path)
+        self._fill(data_path, offset, pieces, name, place)
+
+        def verify() -> None:
+            try:
+                self._verify(array, name, place, first, last, pieces)
+            except DamagedShardError:
+                self._forget(data_path, offset, pieces)
+                raise
+
+        return verify
 
     def _verify(
         self,
@@ -203,6 +214,12 @@ class ShardReader:
             if why is None:
                 raise
             raise self._damaged(name, place, f"{self._files}/{path} {why}") from error
+
+    def _forget(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Keeps a range that failed its checksum from being read again out of a cache."""
+        reader = self._reader(path)
+        if isinstance(reader, CachedRangeReader):
+            reader.forget(offset, buffers)
 
     def _reader(self, path: str) -> RangeReader:
         reader = self._readers.get(path)

@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
@@ -144,3 +145,51 @@ def test_another_store_is_not_overwritten(
     making.make_store(tmp_path / "apart", num_sequences=5)
     with pytest.raises(StoreError, match="grew apart"):
         copy_store(filled_dir, tmp_path / "apart")
+
+
+@pytest.mark.parametrize("is_copied_before", [True, False])
+def test_readers_of_a_copy_see_added_layers_when_all_shards_hold_them(
+    filled_dir: Path,
+    making: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    is_copied_before: bool,
+) -> None:
+    if is_copied_before:
+        copy_store(filled_dir, BUCKET)
+    store = making.make_store(filled_dir)
+    record = LayerRecord(name="2", encoding="bf16", hidden_size=making.HIDDEN_SIZE)
+    store.pend_layers([record])
+    for unit in store.units_lacking(["2"]):
+        with store.start_layers(unit, ["2"]) as layers:
+            for sequence_id in layers.sequence_ids:
+                made = making.make_sequence(sequence_id, layers=(record,))
+                layers.append(sequence_id=sequence_id, states=made["states"])
+            layers.seal()
+    store.publish_layers(["2"])
+    copy_added, seen = copying._copy_added, []
+
+    def read_meanwhile(*arguments: Any) -> int:
+        meanwhile = open_store(BUCKET)
+        meanwhile.content_digest()
+        seen.append("2" in meanwhile.layers)
+        return copy_added(*arguments)
+
+    monkeypatch.setattr(copying, "_copy_added", read_meanwhile)
+    copy_store(filled_dir, BUCKET)
+    assert seen == [False] * 3
+    assert open_store(BUCKET).content_digest() == open_store(filled_dir).content_digest()
+
+
+def test_a_source_that_grows_meanwhile_leaves_no_shard_without_its_plan(
+    filled_dir: Path, making: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, copy_plans = making.make_store(filled_dir), copying._copy_plans
+
+    def grow(*arguments: Any) -> None:
+        copy_plans(*arguments)
+        store.plan_generation(["later"], num_units=1)
+        making.fill(store)
+
+    monkeypatch.setattr(copying, "_copy_plans", grow)
+    assert copy_store(filled_dir, BUCKET).num_copied == 3
+    assert verify_store(BUCKET, full=True).ok

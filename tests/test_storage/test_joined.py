@@ -123,3 +123,11 @@ def test_other_scales_are_refused_until_derived_alike(parts: list[Path], tmp_pat
     assert joined.layers == open_store(first).layers
     with pytest.raises(ValueError, match="either an encoding or a store"):
         derive_store(parts[1], second)
+
+
+def test_a_store_derived_from_a_joined_one_has_its_head(parts: list[Path], tmp_path: Path) -> None:
+    join_stores(tmp_path / "joined", parts)
+    derive_store(tmp_path / "joined", tmp_path / "derived", encoding="bf16")
+    derived = open_store(tmp_path / "derived")
+    assert derived.head_names() == ["tokenizer/tokenizer.json"]
+    assert derived.head_bytes("tokenizer/tokenizer.json") == b"{}"

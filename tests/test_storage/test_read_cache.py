@@ -1,16 +1,20 @@
 """The read cache: same bytes, fewer requests, never too large, never wrong, several processes."""
 
+import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
 
+from storage.errors import DamagedShardError
 from storage.object_files import ObjectFiles
 from storage.read_cache import CachedFiles, ReadCache
 from storage.reader import Store, open_store
@@ -165,3 +169,36 @@ def test_several_threads_read_the_same(making: SimpleNamespace, cache: ReadCache
             read = pool.map(lambda i: snapshot.read(i, layers=["9"]), [0, 0, 1, 1, 2, 2])
             data = [sequence.states["9"].data.copy() for sequence in read]
             np.testing.assert_array_equal(data[0], data[1])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.ENOENT])
+def test_a_failing_cache_disk_stops_no_read(
+    making: SimpleNamespace, cache: ReadCache, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    making.fill(making.make_store(PLACE))
+    states = read_all(open_store(PLACE))
+
+    def fails(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("storage.read_cache.write_all", fails)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert read_all(open_store(PLACE, cache=cache)) == states
+    monkeypatch.setattr("storage.read_cache.os.utime", fails)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert read_all(open_store(PLACE, cache=cache)) == states
+
+
+@pytest.mark.parametrize("pattern", ["shards/*/*/layers/*/c/0/0", "shards/*/*/tokens.bin"])
+def test_damage_is_not_kept(
+    filled_dir: Path, cache: ReadCache, flip_bit: Callable[..., Any], pattern: str
+) -> None:
+    states = read_all(open_store(filled_dir))
+    path = min(filled_dir.glob(pattern))
+    whole = path.read_bytes()
+    flip_bit(path, 1000)
+    for _ in range(2):
+        with pytest.raises(DamagedShardError):
+            read_all(open_store(filled_dir, cache=cache))
+    path.write_bytes(whole)  # Restored from a copy.
+    assert read_all(open_store(filled_dir, cache=cache)) == states

@@ -1,8 +1,11 @@
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from storage import layout
+import pytest
+
+from storage import catalog_file, layout
 from storage.catalog import fold, read_catalog
 from storage.files import LocalFiles
 from storage.identity import create_identity
@@ -69,3 +72,27 @@ def test_garbage_in_an_object_store_is_removed_likewise(making: SimpleNamespace)
     assert collect_garbage_of(files, older_than_s=-60.0) == [path.removesuffix("/tokens.bin")]
     assert Store(files, store.identity).snapshot().num_sequences == 3
     assert len(files.names(f"{layout.SHARDS}/{layout.fan_out(store.units()[0])}")) == 1
+
+
+def test_a_catalog_that_was_replaced_just_now_stays(
+    making: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ObjectFiles.at("memory:///catalogs")
+    store = WritableStore(files, making.make_identity())
+    create_identity(files, store.identity)
+    store.add_layers(making.LAYERS)
+    store.plan_generation(["s1", "s2"], num_units=1)
+    making.fill(store)
+    fold(files, read_catalog(files))
+    monkeypatch.setattr(catalog_file, "WHOLE_BYTES", 0)  # Its columns are read when they are used.
+    snapshot = Store(files, store.identity).snapshot()
+    store.plan_generation(["s3"], num_units=1)
+    making.fill(store)
+    fold(files, read_catalog(files))
+    old, newer = (layout.catalog(name) for name in files.names(layout.CATALOG))
+    written = {old: 0.0, newer: time.time()}
+    monkeypatch.setattr(ObjectFiles, "last_written", lambda files, path: written[path])
+    assert collect_garbage_of(files, older_than_s=60.0) == []
+    assert snapshot.sequence_id(0) in ("s1", "s2")
+    written[newer] -= 120.0
+    assert collect_garbage_of(files, older_than_s=60.0) == [old]
