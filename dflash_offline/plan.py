@@ -119,7 +119,7 @@ def _plan_extraction(
 
     from stage1_extract.plan import store_size, ways_to_fit, worker_memory
     from stage1_extract.plan_rates import estimated_rate, target_skeleton
-    from stage1_extract.plan_room import WRITABLE_ENCODINGS, problem_with_room, room_of
+    from stage1_extract.plan_room import WRITABLE_ENCODINGS, room_of
     from stage1_extract.preparation import store_shape
     from stage1_extract.target import target_name
     from storage.encodings import ENCODINGS
@@ -130,7 +130,7 @@ def _plan_extraction(
     size = store_size(count, shape)
     room = room_of(run, stored_bytes=0)
     limits = [limit for limit in (room.free_bytes, room.max_bytes) if limit is not None]
-    problem = problem_with_room(run, count, shape, room)
+    problem, is_planned = _problem_with_room(run, count, shape, room)
     group_size = run.extract.gpus_per_worker
     if measure:
         rate: float | None = _measure(run, sequences, shape)
@@ -160,7 +160,7 @@ def _plan_extraction(
         room=room,
         ways=(
             ways_to_fit(count, shape, max_bytes=min(limits), encodings=WRITABLE_ENCODINGS)
-            if problem and limits
+            if problem and limits and not is_planned
             else []
         ),
         problem=problem,
@@ -178,6 +178,38 @@ def _plan_extraction(
             write_buffer_bytes=int(run.extract.write_buffer_bytes) if gpu_name else None,
         ),
     )
+
+
+def _problem_with_room(
+    run: ExtractRun, count: "TokenCount", shape: StoreShape, room: "Room"
+) -> tuple[str | None, bool]:
+    """Why `extract` would refuse to start now, and whether the store has a plan already.
+
+    What the store holds already needs no room.
+    """
+    from stage1_extract.plan_room import problem_with_room, room_of
+    from stage1_extract.planning import committed_bytes
+    from storage.errors import StoreNotFoundError
+    from storage.reader import open_store
+    from storage.writer import open_for_writing
+
+    try:
+        store = open_for_writing(run.store_dir)
+    except StoreNotFoundError:
+        return problem_with_room(run, count, shape, room), False
+    is_planned = bool(store.units())
+    stored_bytes = committed_bytes(run, store, shape)
+    if stored_bytes > 0:
+        snapshot = open_store(run.store_dir).snapshot()
+        count = replace(
+            count,
+            num_sequences=max(0, count.num_sequences - snapshot.num_sequences),
+            num_tokens=max(0, count.num_tokens - int(snapshot.num_tokens.sum())),
+        )
+        if count.num_tokens == 0:
+            return None, is_planned
+        shape, room = replace(shape, head_bytes=0), room_of(run, stored_bytes=stored_bytes)
+    return problem_with_room(run, count, shape, room, is_planned=is_planned), is_planned
 
 
 def _count(

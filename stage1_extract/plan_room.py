@@ -55,29 +55,41 @@ def free_space(folder: Path) -> tuple[int, int | None]:
 
 
 def problem_with_room(
-    run: ExtractRun, count: TokenCount, shape: StoreShape, room: Room
+    run: ExtractRun, count: TokenCount, shape: StoreShape, room: Room, *, is_planned: bool = False
 ) -> str | None:
     """Why an extraction may not start, in one line with the ways out; None if it may.
 
     `extract.force` overrides the disk, not the limit that the run file itself sets.
+
+    Args:
+        run: The run's settings.
+        count: What is to be extracted.
+        shape: What a token takes in the store.
+        room: What the store may take.
+        is_planned: Whether the store has a plan: then layers, encoding and conversations stand, and
+            no other ones are offered.
     """
     size = store_size(count, shape)
+
+    def ways(max_bytes: int) -> str:
+        if is_planned:
+            return "use another store folder"
+        return fitting(count, shape, max_bytes=max_bytes)
+
     if room.max_bytes is not None and size.num_bytes > room.max_bytes:
         limit = int(run.extract.max_store_bytes or 0)
         return (
             f"extract.max_store_bytes = {in_units(limit)} leaves {in_units(room.max_bytes)} and the"
-            f" store needs about {in_units(size.num_bytes)} more; "
-            + fitting(count, shape, max_bytes=room.max_bytes)
-            + ", or raise the limit"
+            f" store needs about {in_units(size.num_bytes)} more; {ways(room.max_bytes)}, or raise"
+            " the limit"
         )
     if run.extract.force:
         return None
     if room.free_bytes is not None and size.num_bytes > room.free_bytes:
         return (
             f"the store needs about {in_units(size.num_bytes)} more and {room.place} has"
-            f" {in_units(room.free_bytes)} free; free space, "
-            + fitting(count, shape, max_bytes=room.free_bytes)
-            + ", or set extract.force = true"
+            f" {in_units(room.free_bytes)} free; free space, {ways(room.free_bytes)}, or"
+            " set extract.force = true"
         )
     if room.free_inodes is not None and size.num_inodes > room.free_inodes:
         return (

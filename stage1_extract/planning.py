@@ -19,6 +19,7 @@ from stage1_extract.preparation import (
     calibration_sequences,
     open_conversations,
     record_layers,
+    refuse_other_layers,
     run_sequence,
     store_identity,
     store_shape,
@@ -54,22 +55,30 @@ def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
         summary = f"{conversations.problems.summary()}{conversations.problems.first()}"
         print(f"unusable lines: {summary}", file=sys.stderr, flush=True)
     store = create_store(run.store_dir, store_identity(run, config, tokenizer))
+    refuse_other_layers(store, shape)
+    new_ids = store.unplanned(conversations.ids)
+    new_tokens = tokens_to_plan(
+        store, run, conversations, tokenizer, shape, new_ids, counts_open_units=not is_worker
+    )
+    # Behind the question of room: layers cannot be changed any more, and the answer may ask for it.
     sample = calibration_sequences(run, conversations, tokenizer, vocab_size=config.vocab_size)
     record_layers(store, shape, lambda: calibrate(run, sample, layers=shape.layers))
-    plan_units(store, run, conversations, tokenizer, shape, counts_open_units=not is_worker)
+    if new_ids:
+        store.plan_generation(new_ids, num_units=num_shards(new_tokens, shape))
     return store
 
 
-def plan_units(
+def tokens_to_plan(
     store: WritableStore,
     run: ExtractRun,
     conversations: Conversations,
     tokenizer: PreTrainedTokenizerBase,
     shape: StoreShape,
+    new_ids: Sequence[str],
     *,
     counts_open_units: bool,
-) -> None:
-    """Plans the conversations that no unit holds yet, in units of `shard_bytes`, if they fit.
+) -> int:
+    """Tokens of the conversations that no unit holds yet, about, if there is room for them.
 
     Args:
         store: Open for writing.
@@ -77,6 +86,7 @@ def plan_units(
         conversations: All conversations of the run.
         tokenizer: The target's.
         shape: What a token takes in the store.
+        new_ids: The conversations that no unit holds yet.
         counts_open_units: Whether room is asked for even when nothing is new, for units planned
             earlier and not committed. Not while other workers fill them: what they have written
             would count as missing.
@@ -84,14 +94,13 @@ def plan_units(
     Raises:
         ValueError: No conversation of a sample can be used, or there is no room for the states.
     """
-    new_ids = store.unplanned(conversations.ids)
     if not new_ids and not counts_open_units:
-        return
+        return 0
     open_units = set(store.units()) - store.committed()
     open_ids = [each for unit in open_units for each in store.sequences_of(unit)]
     wanted_ids = [*new_ids, *sorted(each for each in open_ids if each in conversations)]
     if not wanted_ids:
-        return
+        return 0
 
     def tokens_of(conversation_id: str) -> TokenSequence:
         return run_sequence(
@@ -101,10 +110,7 @@ def plan_units(
     def count(max_counted: int) -> TokenCount:
         return counted(wanted_ids, tokens_of, max_counted=max_counted)
 
-    found = check_room(run, store, shape, count)
-    if new_ids:
-        new_tokens = found.num_tokens * len(new_ids) // len(wanted_ids)
-        store.plan_generation(new_ids, num_units=num_shards(new_tokens, shape))
+    return check_room(run, store, shape, count).num_tokens * len(new_ids) // len(wanted_ids)
 
 
 def counted(
@@ -152,7 +158,7 @@ def check_room(
     found = count(_SAMPLED_CONVERSATIONS)
     if room.is_close_to(store_size(found, shape)):
         found = count(run.data.counted_conversations)
-    problem = problem_with_room(run, found, shape, room)
+    problem = problem_with_room(run, found, shape, room, is_planned=bool(store.units()))
     if problem is not None:
         raise ValueError(problem)
     return found

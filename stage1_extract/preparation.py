@@ -109,6 +109,29 @@ def store_identity(
     )
 
 
+def refuse_other_layers(store: WritableStore, shape: StoreShape) -> None:
+    """Stops a run whose layers or encoding are not those that a store has already.
+
+    Raises:
+        StoreError: They are not; says which setting to restore.
+    """
+    stored = store.layers
+    if not stored:
+        return
+    advice = "restore the setting or use another store folder"
+    if sorted(stored) != sorted(shape.layers):
+        raise StoreError(
+            f"store.target_layer_ids: the store at {store.files} holds layers {', '.join(stored)},"
+            f" this run wants {', '.join(shape.layers)}; {advice}"
+        )
+    other = next((each for each in stored.values() if each.encoding != shape.encoding), None)
+    if other is not None:
+        raise StoreError(
+            f"store.encoding: in the store at {store.files} layer {other.name} is stored as"
+            f" {other.encoding}, this run wants {shape.encoding}; {advice}"
+        )
+
+
 def record_layers(
     store: WritableStore, shape: StoreShape, calibrated: Callable[[], ChannelScalesByLayer]
 ) -> None:
@@ -123,14 +146,8 @@ def record_layers(
     Raises:
         StoreError: The store's shards hold other layers, or another encoding of them.
     """
-    stored = store.layers
-    if stored and sorted(stored) != sorted(shape.layers):
-        raise StoreError(
-            f"store.target_layer_ids: the store at {store.files} holds layers {', '.join(stored)},"
-            f" this run wants {', '.join(shape.layers)}; restore the setting or use another store"
-            " folder"
-        )
-    needs_scales = encoding_named(shape.encoding).calibrated and not stored
+    refuse_other_layers(store, shape)
+    needs_scales = encoding_named(shape.encoding).calibrated and not store.layers
     scales = calibrated() if needs_scales else {}
     for name in shape.layers:
         record = LayerRecord(

@@ -13,7 +13,7 @@ from dflash_offline.cli import main
 from dflash_offline.config import RunConfig
 from dflash_offline.plan import plan_run
 from dflash_offline.plan_report import plan_as_json, print_plan, verdict
-from dflash_offline.plan_training import plan_training
+from dflash_offline.plan_training import TrainingPlan, plan_training
 from stage1_extract.plan import StoreShape
 from stage1_extract.plan_counts import TokenCount
 from stage2_train.config import DrafterConfig, DrafterRun, TrainConfig
@@ -92,19 +92,53 @@ def test_an_8b_targets_drafter_takes_what_was_measured() -> None:
         store_dir="s3://x/y",
         drafter_dir=Path("x"),
     )
-    plan = plan_training(run, target, shape, count, held_out_fraction=0.0, gpu_name="NVIDIA H200")
+
+    def planned(**changes: object) -> TrainingPlan:
+        changed = run.model_copy(update={"train": run.train.model_copy(update=changes)})
+        return plan_training(
+            changed, target, shape, count, held_out_fraction=0.0, gpu_name="NVIDIA H200"
+        )
+
+    plan = planned()
     assert plan.memory_bytes == pytest.approx(23.4 * 2**30, rel=0.1)
     assert plan.tokens_per_s == pytest.approx(23_100, rel=0.15)
     assert plan.read_token_bytes == 5 * 4100 + 5
+    four = planned(gpus_per_drafter=4, max_steps=1, epochs=9, parallel="fsdp")
+    one = planned(max_steps=1, epochs=9)
+    assert (four.tokens_per_s, four.num_tokens) == pytest.approx(
+        (4 * (one.tokens_per_s or 0), 4 * one.num_tokens), rel=1e-3
+    )
+    assert one.memory_bytes - four.memory_bytes == pytest.approx(12 * one.num_parameters, rel=1e-3)
+    assert planned(batches_per_step=2, max_steps=1, epochs=9).num_tokens == pytest.approx(
+        2 * one.num_tokens, abs=1
+    )
+    assert planned(data_fraction=0.5).num_tokens == plan.num_tokens / 2
 
 
-def test_a_store_that_does_not_fit_says_so_with_the_ways(tiny_run: RunConfig) -> None:
-    extract = tiny_run.extract.model_copy(update={"max_store_bytes": 200_000})
-    plan = plan_run(tiny_run.model_copy(update={"extract": extract}), measure=False)
+def test_a_store_that_does_not_fit_says_so_with_the_ways(
+    tiny_run: RunConfig, tmp_path: Path
+) -> None:
+    changes = {
+        "extract": tiny_run.extract.model_copy(update={"max_store_bytes": 200_000}),
+        "store": tiny_run.store.model_copy(update={"dir": str(tmp_path / "new")}),
+    }
+    plan = plan_run(tiny_run.model_copy(update=changes), measure=False)
     assert not plan_as_json(plan)["store"]["fits"]
     assert plan.extraction.ways
     assert all(way.num_bytes <= 200_000 for way in plan.extraction.ways)
     assert verdict(plan.extraction)[0].startswith("does not fit: extract.max_store_bytes")
+
+
+def test_what_is_stored_needs_no_room_again(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stage1_extract import plan_room
+
+    monkeypatch.setattr(plan_room, "free_space", lambda _: (15_000, None))
+    assert plan_run(tiny_run, measure=False).extraction.problem is None
+    elsewhere = tiny_run.store.model_copy(update={"dir": str(tmp_path / "new")})
+    plan = plan_run(tiny_run.model_copy(update={"store": elsewhere}), measure=False)
+    assert plan.extraction.problem is not None
 
 
 def test_a_sample_shows_its_error(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from stage1_extract import plan_room
 from stage1_extract.config import ExtractConfig, ExtractRun
 from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.plan_room import free_space, in_units
+from storage.errors import StoreError
 from storage.reader import open_store
 
 MakeRun = Callable[..., ExtractRun]
@@ -51,8 +52,9 @@ def test_a_disk_that_cannot_hold_the_rest_is_refused_on_resume(
     run = make_run()
     prepare_store(run)
     small_disk(free_bytes=1_000)
-    with pytest.raises(ValueError, match="needs about"):
+    with pytest.raises(ValueError, match="needs about") as e:
         prepare_store(run)
+    assert "store.encoding" not in str(e.value), "a plan stands"
     # A worker does not ask: what others have written already would count against it.
     prepare_store(run, is_worker=True)
     assert run_worker(run, worker_index=0, num_workers=1) == 0
@@ -72,6 +74,27 @@ def test_a_store_is_fitted_to_a_size(make_run: MakeRun) -> None:
     # The tokenizer is larger than this whole store, and nothing beside any real one.
     written = sum(path.stat().st_size for path in files if "tokenizer" not in path.parts)
     assert 100_000 < written <= 150_000
+
+
+def test_what_a_refusal_names_can_then_be_asked_for(make_run: MakeRun) -> None:
+    """Nothing is recorded before there is room: layers could not be changed any more."""
+    small = {"max_store_bytes": "150kB"}
+    with pytest.raises(ValueError, match=r'store\.encoding = "fp8"'):
+        prepare_store(make_run(extract=small))
+    store = prepare_store(make_run(extract=small, store={"encoding": "fp8"}))
+    assert {layer.encoding for layer in store.layers.values()} == {"fp8"}
+
+
+@pytest.mark.parametrize(
+    ("store", "setting"),
+    [({"encoding": "int4"}, "store.encoding"), ({"target_layer_ids": [1]}, "store.target_layer")],
+)
+def test_a_store_keeps_its_layers(
+    make_run: MakeRun, store: dict[str, object], setting: str
+) -> None:
+    prepare_store(make_run())
+    with pytest.raises(StoreError, match=f"{setting}.*this run wants.*restore the setting"):
+        prepare_store(make_run(store=store))
 
 
 def test_the_limit_counts_what_is_stored_already(make_run: MakeRun) -> None:
