@@ -136,8 +136,13 @@ class WritableStore:
         return self._planned().get(sequence_id)
 
     def sequences_of(self, unit: UnitId) -> list[str]:
-        """Sorted ids planned in a unit; ValueError if there is no such unit."""
-        self._planned()
+        """Sorted ids planned in a unit; ValueError if there is no such unit.
+
+        Looks for news only when it does not know the unit: asked for unit after unit, a large
+        store would be listed twice for each.
+        """
+        if not any(unit in units for units in self._generations):
+            self._planned()
         if unit.generation >= len(self._generations):
             raise ValueError(f"{self.files} has no generation {unit.generation}")
         ids = self._generations[unit.generation].get(unit)

@@ -73,6 +73,16 @@ def test_head_files_are_exclusive(store_dir: Path, making: SimpleNamespace) -> N
     assert open_store(store_dir).head_path("tokenizer").joinpath("tokenizer.json").exists()
 
 
+def test_asking_for_all_units_lists_nothing_for_each(
+    store_dir: Path, making: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.make_store(store_dir, num_sequences=40)
+    store = open_for_writing(store_dir)
+    units = store.units()
+    monkeypatch.setattr(store.files, "names", lambda _: pytest.fail("listed once more"))
+    assert sum(len(store.sequences_of(unit)) for unit in units) == 40
+
+
 def test_generations_hold_only_new_ids(store_dir: Path, making: SimpleNamespace) -> None:
     store = making.make_store(store_dir, num_sequences=10)
     before = {f"s{i}": store.unit_of(f"s{i}") for i in range(10)}
