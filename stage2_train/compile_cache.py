@@ -13,6 +13,8 @@ import json
 import os
 import tarfile
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,15 +54,17 @@ class CompileCache:
     folder: Path
     archive: Path
 
-    def pin(self) -> None:
-        """Keeps the folder as it is now: later runs of this drafter start from it."""
-        paths = cached_files(self.folder)
-        if self.archive.exists():
-            with tarfile.open(self.archive) as archive:
-                if len(archive.getnames()) >= len(paths):
-                    return
-        if paths:
-            replace_whole(self.archive, packed(self.folder))
+    def pin(self, *, say: Callable[[str], None]) -> None:
+        """Keeps the folder as it is now: later runs of this drafter start from it.
+
+        A cache that cannot be kept costs a later run its compilation, not this one its life.
+        """
+        try:
+            paths = cached_files(self.folder)
+            if paths and len(paths) > archived_files(self.archive):
+                replace_whole(self.archive, packed(self.folder))
+        except (OSError, tarfile.TarError) as error:
+            say(f"the compile cache was not kept in {self.archive}: {error}")
 
 
 def use_compile_cache(run: DrafterRun, *, rank: int = 0) -> CompileCache:
@@ -77,8 +81,8 @@ def use_compile_cache(run: DrafterRun, *, rank: int = 0) -> CompileCache:
     folder = own_folder(run, rank=rank)
     if not folder.exists():
         # Renamed when it is whole: a process killed in between leaves nothing half full.
-        attempt = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-        attempt.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        attempt = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         for archive in archives:
             if archive.is_file():
                 unpack(archive, attempt)
@@ -119,12 +123,22 @@ def cached_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and "locks" not in p.parts)
 
 
+def archived_files(archive_path: Path) -> int:
+    """Gives how many files an archive holds; none where it is not there."""
+    if not archive_path.exists():
+        return 0
+    with tarfile.open(archive_path) as archive:
+        return len(archive.getnames())
+
+
 def packed(folder: Path) -> bytes:
-    """Gives a cache as one archive."""
+    """Gives a cache as one archive; compilers may go on writing to it."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path in cached_files(folder):
-            archive.add(path, arcname=str(path.relative_to(folder)), recursive=False)
+            # A file that is written under another name first may be gone since it was listed.
+            with suppress(FileNotFoundError):
+                archive.add(path, arcname=str(path.relative_to(folder)), recursive=False)
     return buffer.getvalue()
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from stage2_train.loss import HeadLoss
+from stage2_train.loss import HeadLoss, row_chunks
 from stage2_train.target_head import TargetHead, cap_logits
 
 Divergence = Literal["kl", "total_variation"]
@@ -91,8 +91,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         is_top = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         slopes_of = _fused_slopes if hidden.is_cuda else _slopes
-        for start in range(0, num_rows, chunk_rows):
-            rows = slice(start, min(start + chunk_rows, num_rows))
+        for rows in row_chunks(num_rows, chunk_rows=chunk_rows):
             slopes = slopes_of(
                 _raw_logits(hidden[rows], head),
                 _raw_logits(target_hidden[rows], head),

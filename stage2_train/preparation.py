@@ -71,7 +71,12 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         gradients = WholeGradients(optimizer.parameters, ranks)
     monitor = Monitor(run.drafter_dir, device=device, architecture=architecture, ranks=ranks)
     position = resume(
-        run, architecture, optimizer, batches_per_step=batches_per_step, say=monitor.say
+        run,
+        architecture,
+        optimizer,
+        batches_per_step=batches_per_step,
+        ranks=ranks,
+        say=monitor.say,
     )
     monitor.start(first_step=position.step)
     if run.train.fp8:
@@ -204,6 +209,7 @@ def resume(
     optimizer: MasterAdamW | ShardedAdamW,
     *,
     batches_per_step: int,
+    ranks: Ranks,
     say: Callable[[str], None],
 ) -> Position:
     """Takes over the newest whole checkpoint; without one the run starts at its beginning.
@@ -214,7 +220,9 @@ def resume(
     Raises:
         ValueError: the checkpoint is of another drafter, or its position means something else.
     """
-    checkpoint = latest_checkpoint(run.drafter_dir)
+    # One rank looks for all: a network file system can show another an older listing.
+    found = latest_checkpoint(run.drafter_dir) if ranks.is_first else None
+    checkpoint = ranks.from_first(found)
     if checkpoint is None:
         return Position()
     state = read_state(checkpoint)

@@ -2,7 +2,8 @@
 
 import shutil
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +16,15 @@ from stage2_train.monitor import say
 from stage2_train.preparation import prepare
 from stage2_train.signals import StopSignals
 from storage.files import replace_whole
+
+
+@contextmanager
+def removed(folder: Path) -> Iterator[None]:
+    """Removes a folder in the end, whatever the end is."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
 
 
 def prime(run: DrafterRun) -> bool:
@@ -34,7 +44,7 @@ def prime(run: DrafterRun) -> bool:
         throwaway = run.model_copy(update={"drafter_dir": Path(scratch) / run.drafter.name})
         cache = use_compile_cache(throwaway)
         training, position = prepare(throwaway, store)
-        with closing(training.monitor):
+        with closing(training.monitor), removed(cache.folder.parent):
             snapshot = store.snapshot()
             planned = plan_epoch(
                 snapshot,
@@ -48,7 +58,6 @@ def prime(run: DrafterRun) -> bool:
                 if is_stopped:
                     return False
             training.validate(snapshot, position)
-        replace_whole(primed_archive(run), packed(cache.folder))
-        shutil.rmtree(cache.folder.parent)
+            replace_whole(primed_archive(run), packed(cache.folder))
     say(f"primed the compile cache for drafters like {run.drafter.name}")
     return True

@@ -224,7 +224,7 @@ class Training:
                     },
                 )
                 if self.cache is not None:
-                    self.cache.pin()
+                    self.cache.pin(say=self.monitor.say)
                 remove_old_checkpoints(self.run.drafter_dir, keep=self.run.train.keep_checkpoints)
             # Nobody goes on, or leaves, before it is on disk.
             self.ranks.sum(0.0)

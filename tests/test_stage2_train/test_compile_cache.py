@@ -13,6 +13,7 @@ from stage2_train.compile_cache import (
     DIR_VARIABLE,
     INDUCTOR,
     TRITON,
+    own_folder,
     packed,
     primed_archive,
     shape_key,
@@ -48,7 +49,7 @@ def test_a_drafter_goes_on_with_the_choices_it_made(make_run, monkeypatch, tmp_p
     run = make_run()
     cache = use_compile_cache(run)
     compile_something("first choice")
-    cache.pin()
+    cache.pin(say=print)
     # On another machine, or after its disk was emptied.
     monkeypatch.setenv(DIR_VARIABLE, str(tmp_path / "elsewhere"))
     again = use_compile_cache(run)
@@ -74,7 +75,7 @@ def test_a_drafters_own_archive_goes_before_its_shapes(make_run, monkeypatch, tm
     run = make_run()
     cache = use_compile_cache(run)
     compile_something("own")
-    cache.pin()
+    cache.pin(say=print)
     compile_something("primed later")
     primed_archive(run).write_bytes(packed(cache.folder))
     shutil.rmtree(tmp_path / "local")
@@ -84,17 +85,34 @@ def test_a_drafters_own_archive_goes_before_its_shapes(make_run, monkeypatch, tm
 
 def test_what_is_pinned_changes_only_when_more_was_compiled(make_run):
     cache = use_compile_cache(make_run())
-    cache.pin()
+    cache.pin(say=print)
     assert not cache.archive.exists()
     compile_something("first choice")
-    cache.pin()
+    cache.pin(say=print)
     before = cache.archive.read_bytes()
     compile_something("a later choice")
-    cache.pin()
+    cache.pin(say=print)
     assert cache.archive.read_bytes() == before
     (cache.folder / "inductor" / "validation").write_text("a new kernel")
-    cache.pin()
+    cache.pin(say=print)
     assert cache.archive.read_bytes() != before
+
+
+def test_a_cache_that_cannot_be_kept_is_said_and_stops_nothing(make_run):
+    cache = use_compile_cache(make_run())
+    compile_something("a choice")
+    cache.archive.mkdir(parents=True)
+    said = []
+    cache.pin(say=said.append)
+    assert len(said) == 1
+    assert str(cache.archive) in said[0]
+
+
+def test_a_folder_half_filled_by_a_killed_process_is_in_nobodys_way(make_run):
+    run = make_run()
+    folder = own_folder(run, rank=0)
+    (folder.parent / f".{folder.name}.{os.getpid()}.partial").mkdir(parents=True)
+    assert use_compile_cache(run).folder.is_dir()
 
 
 def test_ranks_have_folders_of_their_own(make_run):
