@@ -155,6 +155,7 @@ def run_extraction_worker(
             setting="extract.gpus_per_worker",
         )
     if num_ranks == 1 or os.environ["RANK"] == "0":
+        _start_run(config)
         prepare_store(run, is_worker=True)
     return run_worker(run, worker_index=worker_index, num_workers=num_workers)
 

@@ -148,6 +148,7 @@ def damage(path: Path) -> None:
 
 def test_damage_is_named_given_up_and_filled_again(command: Command, folder: Path) -> None:
     assert command("extract", "run.toml", *ONE_WORKER).exit_code == 0
+    assert (folder / "runs" / "run" / "run.resolved.toml").is_file(), "a worker alone records it"
     data_files = [
         path
         for path in (folder / "runs" / "run" / "store").rglob("*")
