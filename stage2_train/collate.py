@@ -91,6 +91,17 @@ class PackedBatch:
                 tensor.record_stream(stream)
 
 
+def without_weights(batch: PackedBatch) -> PackedBatch:
+    """Gives the batch with labels that do not count: work that nothing is learned from."""
+    return replace(
+        batch,
+        row_weight=torch.zeros_like(batch.row_weight),
+        weight_sum=0.0,
+        num_real_tokens=0,
+        num_real_blocks=0,
+    )
+
+
 def supervision_of(sequence: SequenceStates, window: Window) -> Supervision:
     """Gives the tokens and loss mask of a window that was read."""
     return Supervision(

@@ -36,6 +36,7 @@ TIMELESS = (
     "read_threads",
     "start_after_shards",
     "wait_for_store_s",
+    "on_damage",
     "checkpoint_steps",
     "keep_checkpoints",
     "validation_steps",

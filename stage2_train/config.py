@@ -111,6 +111,9 @@ class TrainConfig(Settings):
     wait_for_store_s: float | None = Field(default=None, ge=0.0)
     """Seconds to wait at most for those shards, and for the store itself if there is none yet;
     None takes a missing store for a mistake and waits for shards as long as it takes."""
+    on_damage: Literal["stop", "skip"] = "stop"
+    """What damage found while reading does: `stop` this drafter with the shard named, or `skip`
+    the sequence, which is said and counted."""
     checkpoint_steps: int = Field(default=1000, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(default=3, ge=1)

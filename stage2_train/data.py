@@ -21,12 +21,12 @@ from stage2_train.architecture import DrafterArchitecture
 from stage2_train.batches import Window, draw_window, pack
 from stage2_train.blocks import offset_weights
 from stage2_train.clock import DeviceClock
-from stage2_train.collate import PackedBatch, collate
+from stage2_train.collate import PackedBatch, collate, without_weights
 from stage2_train.config import DrafterRun, TrainConfig
-from storage.errors import StoreNotFoundError
+from storage.errors import DamagedShardError, StoreNotFoundError
 from storage.order import epoch_order, mix
 from storage.read_cache import ReadCache
-from storage.reader import Snapshot, Store, open_store
+from storage.reader import SequenceStates, Snapshot, Store, open_store
 from storage.schema import LM_HEAD_INPUT, layer_name
 from storage.stream import read_ahead
 
@@ -51,6 +51,8 @@ class BatchMaker:
     device: torch.device
     copies: DeviceClock | None = None
     """Counts the time that copies to a GPU take, beside its computing."""
+    on_damage: Callable[[DamagedShardError], None] | None = None
+    """Called for each damaged sequence, which its batch then lacks; None raises."""
 
     @property
     def full_weight_sum(self) -> float:
@@ -80,23 +82,47 @@ class BatchMaker:
             layers=self.layer_names,
             read_ahead_bytes=self.read_ahead_bytes,
             num_threads=self.read_threads,
+            on_damage=self.on_damage,
         )
         with closing(reading):  # type: ignore[type-var]
+            last: PackedBatch | None = None
             for windows, sequences in zip(planned, reading, strict=True):
-                yield collate(
-                    sequences,
-                    windows,
-                    layer_names=self.layer_names,
-                    batch_tokens=self.batch_tokens,
-                    num_anchors=self.num_anchors,
-                    weight_of_offset=self.weight_of_offset,
-                    mask_token_id=self.mask_token_id,
-                    seed=self.seed,
-                    epoch=epoch,
-                    stop_at_unsupervised=self.stop_at_unsupervised,
-                    is_divided_by_blocks=self.is_divided_by_blocks,
-                    pin_memory=self.device.type == "cuda",
-                )
+                if sequences:
+                    last = collate(
+                        sequences,
+                        whole_windows(windows, sequences, snapshot.sequence_id),
+                        layer_names=self.layer_names,
+                        batch_tokens=self.batch_tokens,
+                        num_anchors=self.num_anchors,
+                        weight_of_offset=self.weight_of_offset,
+                        mask_token_id=self.mask_token_id,
+                        seed=self.seed,
+                        epoch=epoch,
+                        stop_at_unsupervised=self.stop_at_unsupervised,
+                        is_divided_by_blocks=self.is_divided_by_blocks,
+                        pin_memory=self.device.type == "cuda",
+                    )
+                    yield last
+                elif last is not None:
+                    # All of the batch is damaged: the step is made, and nothing learned from it.
+                    yield without_weights(last)
+                else:
+                    raise ValueError(
+                        f"all {len(windows)} sequences of the first batch are damaged; run "
+                        "`store verify`, then `store repair` and `extract`"
+                    )
+
+
+def whole_windows(
+    windows: Sequence[Window],
+    sequences: Sequence[SequenceStates],
+    sequence_id: Callable[[int], str],
+) -> Sequence[Window]:
+    """Gives the windows of the sequences that were read: all, unless some were damaged."""
+    if len(sequences) == len(windows):
+        return windows
+    read = {sequence.sequence_id for sequence in sequences}
+    return [window for window in windows if sequence_id(window.sequence_index) in read]
 
 
 def make_batch_maker(
@@ -105,6 +131,7 @@ def make_batch_maker(
     device: torch.device,
     *,
     copies: DeviceClock | None = None,
+    on_damage: Callable[[DamagedShardError], None] | None = None,
 ) -> BatchMaker:
     """Gathers what batches depend on from the settings."""
     layer_names = tuple(layer_name(i) for i in architecture.target_layer_ids)
@@ -129,6 +156,7 @@ def make_batch_maker(
         read_threads=train.read_threads,
         device=device,
         copies=copies,
+        on_damage=on_damage if train.on_damage == "skip" else None,
     )
 
 

@@ -17,6 +17,7 @@ from stage2_train.flops import measured_peak_flops, step_flops
 from stage2_train.live_line import live_line, validation_line
 from stage2_train.metrics import BlockSums, summarize, total
 from stage2_train.ranks import ALONE, Ranks
+from storage.errors import DamagedShardError
 from storage.files import replace_whole
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Monitor:
         self.waits, self.copies = DeviceClock(device), DeviceClock(device)
         self.tensorboard: SummaryWriter | None = None
         self.peak_flops = measured_peak_flops(device) if device.type == "cuda" else None
+        self.num_damaged = 0
 
     def start(self, *, first_step: int) -> None:
         """Begins behind a step; what was said of later ones is forgotten."""
@@ -112,6 +114,11 @@ class Monitor:
     def end_step(self) -> None:
         """Takes note of an update."""
         self._num_steps += 1
+
+    def note_damage(self, error: DamagedShardError) -> None:
+        """Says that a damaged sequence is left out, and counts it; on the rank that read it."""
+        self.num_damaged += 1
+        say(f"left out, {self.num_damaged} so far: {error}")
 
     def pause(self) -> "_Pause":
         """Gives a context whose time no step is charged for."""
@@ -156,6 +163,7 @@ class Monitor:
             "block_fill_fraction": done.num_blocks / done.block_room,
             "flops_per_s": done.num_flops / elapsed_s,
             "num_ranks": self.ranks.size,
+            "num_damaged_sequences": sum(self.ranks.gather(self.num_damaged)),
             **_memory(self.device),
             **evidence,
         }

@@ -81,7 +81,13 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
     monitor.start(first_step=position.step)
     if run.train.fp8:
         head = use_fp8_products(drafter, head)
-    batches = make_batch_maker(run.train, architecture, device, copies=monitor.copies)
+    batches = make_batch_maker(
+        run.train,
+        architecture,
+        device,
+        copies=monitor.copies,
+        on_damage=monitor.note_damage,
+    )
     training = Training(
         run=run,
         drafter=drafter,

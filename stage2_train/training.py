@@ -5,11 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from stage2_train.batches import Share, Window, share_steps
 from stage2_train.checkpoint import remove_old_checkpoints, save_checkpoint
-from stage2_train.collate import PackedBatch
+from stage2_train.collate import PackedBatch, without_weights
 from stage2_train.compile import Evidence
 from stage2_train.compile_cache import CompileCache
 from stage2_train.config import DrafterRun
@@ -228,17 +226,6 @@ class Training:
                 remove_old_checkpoints(self.run.drafter_dir, keep=self.run.train.keep_checkpoints)
             # Nobody goes on, or leaves, before it is on disk.
             self.ranks.sum(0.0)
-
-
-def without_weights(batch: PackedBatch) -> PackedBatch:
-    """Gives the batch with labels that do not count: work that another rank's batch answers."""
-    return replace(
-        batch,
-        row_weight=torch.zeros_like(batch.row_weight),
-        weight_sum=0.0,
-        num_real_tokens=0,
-        num_real_blocks=0,
-    )
 
 
 def versions() -> dict[str, str]:

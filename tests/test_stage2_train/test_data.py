@@ -9,7 +9,7 @@ import torch
 from stage2_train import data
 from stage2_train.config import TrainConfig
 from stage2_train.data import is_complete, make_batch_maker, plan_epoch, trainable, wait_for_store
-from storage.errors import StoreNotFoundError
+from storage.errors import DamagedShardError, StoreNotFoundError
 from storage.reader import open_store
 from storage.writer import open_for_writing
 
@@ -67,6 +67,36 @@ def test_batches_have_one_shape_and_the_windows_own_positions(shared_store_dir, 
         anchors = batch.block_positions.view(6, 5)[: batch.num_real_blocks, 0]
         stops = batch.context_stop[: batch.num_real_blocks]
         assert torch.equal(anchors, batch.positions[stops])
+
+
+def test_damaged_sequences_stop_the_drafter_or_are_left_out_and_counted(
+    tmp_path, tiny_store, architecture
+):
+    store_dir = tiny_store.fill_store(tmp_path / "store")
+    snapshot = open_store(store_dir).snapshot()
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128)
+    next((store_dir / "shards").rglob("layers/*/c/0/0")).unlink()
+
+    def batches(on_damage):
+        train = TrainConfig(batch_tokens=128, num_anchors=6, on_damage=on_damage)
+        maker = make_batch_maker(train, architecture, torch.device("cpu"), on_damage=damaged.append)
+        return list(maker.batches(snapshot, planned, epoch=0))
+
+    damaged = []
+    with pytest.raises(DamagedShardError, match="00000-"):
+        batches("stop")
+    assert damaged == []
+    whole = sum(window.num_tokens for windows in planned for window in windows)
+    found = batches("skip")
+    assert len(found) == len(planned)
+    assert damaged
+    lost = {error.sequence_id for error in damaged}
+    assert sum(batch.num_real_tokens for batch in found) == whole - sum(
+        window.num_tokens
+        for windows in planned
+        for window in windows
+        if snapshot.sequence_id(window.sequence_index) in lost
+    )
 
 
 def test_stopping_early_leaves_no_reading_thread(shared_store_dir, architecture):
