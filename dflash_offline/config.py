@@ -244,6 +244,8 @@ def _describe(error: ValidationError, *, root: type[BaseModel] = RunConfig) -> s
         return f"unknown key {where}{_did_you_mean(root, fault['loc'])}"
     if fault["type"] == "missing":
         return f"{where} is missing; add it to the run file"
+    if fault["type"] == "tuple_type":
+        return f'{where}: expected a list, such as ["a", "b"], also for a single value'
     message = fault["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
 

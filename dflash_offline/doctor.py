@@ -203,6 +203,18 @@ def _slurm() -> Iterator[Finding]:
 
 
 def _place(place: str) -> Iterator[Finding]:
+    files = files_at(place)
+    if not isinstance(files, LocalFiles):
+        yield from _probed(place)
+        return
+    found = _nearest(files.root)
+    if found != files.root:
+        yield Finding("note", f"{place} does not exist yet; it is made for the probe and removed")
+    yield from _probed(place)
+    _remove_empty(files.root, up_to=found)
+
+
+def _probed(place: str) -> Iterator[Finding]:
     problems = probe_place(place)
     if problems:
         yield from (Finding("BAD", problem) for problem in problems)
@@ -261,6 +273,13 @@ def _find(place: str, mark: str) -> Iterator[Finding]:
     if not problems:
         waited_s = time.monotonic() - start_s
         yield Finding("ok", f"{place}: the other host's file was seen here within {waited_s:.1f} s")
+
+
+def _remove_empty(folder: Path, *, up_to: Path) -> None:
+    """Removes a folder and those above it that hold nothing, up to one that stays."""
+    while folder != up_to and folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+        folder = folder.parent
 
 
 def _nearest(folder: Path) -> Path:

@@ -153,6 +153,11 @@ def test_two_drafters_of_one_name_are_refused(tmp_path: Path) -> None:
         load_run_file(write(tmp_path, MINIMAL + '[[drafter]]\nname = "one"\n'))
 
 
+def test_one_value_for_a_list_shows_the_list(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.conversations: expected a list"):
+        load_run_file(write(tmp_path, MINIMAL), overrides=["data.conversations=x.jsonl"])
+
+
 def test_missing_run_file_lists_the_presets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no such run file; .*presets: .*demo"):
         load_run_file(tmp_path / "absent.toml")

@@ -87,6 +87,13 @@ def test_a_place_that_cannot_be_made_is_bad(tmp_path: Path) -> None:
     assert "BAD" in text
 
 
+def test_a_place_that_is_not_there_yet_is_not_left_behind(tmp_path: Path) -> None:
+    place = tmp_path / "misspelt" / "store"
+    _, text = run(str(place))
+    assert "does not exist yet" in text
+    assert not (tmp_path / "misspelt").exists()
+
+
 def test_a_run_file_stands_for_its_store(tmp_path: Path) -> None:
     tables = '[target]\nmodel = "m"\n[data]\nconversations = ["c"]\n[[drafter]]\nname = "d"\n'
     (tmp_path / "run.toml").write_text(f'{tables}[store]\ndir = "{tmp_path}/there"\n')
