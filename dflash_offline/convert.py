@@ -117,7 +117,13 @@ def import_cache(
         num_units = max(1, -(-num_tokens * shape.state_bytes // shape.shard_bytes))
         store.plan_generation(new, num_units=num_units)
     records = store.layers
-    units = [unit for unit in store.units() if not store.is_committed(unit)]
+    known = set(cache.ids)
+    # Units that `extract` planned and left open are not this source's to fill.
+    units = [
+        unit
+        for unit in store.units()
+        if not store.is_committed(unit) and known.issuperset(store.sequences_of(unit))
+    ]
     for done, unit in enumerate(units, start=1):
         with store.start_shard(unit) as shard:
             for sequence_id in store.sequences_of(unit):

@@ -79,9 +79,13 @@ class VerifyLog:
         return reports
 
     def once(self, name: str, check: Callable[[], VerifyReport]) -> VerifyReport:
-        """The report under a name: that of an earlier check, or of one made and noted now."""
-        if name in self._reports:
-            return self._reports[name]
+        """The report under a name: an earlier one that found nothing, or one made and noted now.
+
+        What was found damaged is looked at again: it may have been restored since.
+        """
+        known = self._reports.get(name)
+        if known is not None and not known.problems:
+            return known
         report = check()
         line = json.dumps({"name": name, "full": self._full, "report": asdict(report)})
         self._append(f"{line}\n")

@@ -51,7 +51,7 @@ def test_sizes_alone_do_not_stand_for_bytes(
     assert len(seen) == 6
 
 
-def test_problems_are_remembered(filled_dir: Path, tmp_path: Path) -> None:
+def test_problems_are_found_again_until_they_are_mended(filled_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "verify.jsonl"
     victim = next(filled_dir.glob("shards/*/*/layers/9/c/0/0"))
     data = bytearray(victim.read_bytes())
@@ -60,6 +60,9 @@ def test_problems_are_remembered(filled_dir: Path, tmp_path: Path) -> None:
     found = verify_store(filled_dir, full=True, log_path=log_path)
     assert [problem.layer for problem in found.problems] == ["9"]
     assert verify_store(filled_dir, full=True, log_path=log_path) == found
+    data[0] ^= 1
+    victim.write_bytes(data)
+    assert verify_store(filled_dir, full=True, log_path=log_path).problems == []
 
 
 def test_a_shard_with_new_layers_is_checked_again(
