@@ -137,7 +137,11 @@ def _sequences(plan: ExtractionPlan) -> str:
 def _extraction_time(plan: ExtractionPlan) -> str:
     if plan.hours is None or plan.worker_tokens_per_s is None:
         return "unknown"
-    source = "measured" if plan.is_measured else "by the table, within a factor of two from 1 B parameters on"
+    source = (
+        "measured"
+        if plan.is_measured
+        else "by the table, within a factor of two from 1 B parameters on"
+    )
     return (
         f"{_hours(plan.hours)} on {plan.num_workers} x {plan.device},"
         f" {plan.worker_tokens_per_s:,.0f} tok/s each ({source})"

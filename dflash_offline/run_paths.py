@@ -31,7 +31,8 @@ def with_absolute_paths(
         return path if is_url(path) else str(outputs_dir / Path(path).expanduser())
 
     def model(name: str) -> str:
-        return read(name) if _is_folder(name, inputs_dir) else name
+        is_path = name.endswith(".gguf") or _is_folder(name, inputs_dir)
+        return read(name) if is_path else name
 
     def suite(name: str) -> str:
         return read(name) if name.endswith(".jsonl") else name

@@ -20,7 +20,8 @@ class TargetConfig(Settings):
     """The model being accelerated."""
 
     model: str
-    """A Hugging Face folder, a hub id, or `embedded:smollm2-135m-instruct`."""
+    """A Hugging Face folder (quantised ones, too), a GGUF file, a hub id, or
+    `embedded:smollm2-135m-instruct`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit); None takes the default branch."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"

@@ -88,10 +88,10 @@ def embedded_target_dir(model: str) -> Path:
         # Only here: importing torch takes seconds, and a cached folder needs none of it.
         from stage1_extract.gguf_conversion import convert_gguf
 
-        with _scratch_dir(folder.parent) as scratch:
+        with scratch_dir(folder.parent) as scratch:
             gguf_path = fetch_gguf(target, scratch)
             convert_gguf(gguf_path, scratch / "folder")
-            _publish(scratch / "folder", folder)
+            publish(scratch / "folder", folder)
     return folder
 
 
@@ -163,7 +163,7 @@ def _check_sha256(path: Path, found: str, target: EmbeddedTarget) -> None:
 
 
 @contextmanager
-def _scratch_dir(parent: Path) -> Iterator[Path]:
+def scratch_dir(parent: Path) -> Iterator[Path]:
     """A private folder on the file system of `parent`, so that a rename out of it is atomic."""
     parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=parent))
@@ -173,7 +173,7 @@ def _scratch_dir(parent: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _publish(finished: Path, folder: Path) -> None:
+def publish(finished: Path, folder: Path) -> None:
     """Renames a finished folder into place; another process that was first keeps its own."""
     for path in finished.iterdir():
         with path.open("rb") as file:

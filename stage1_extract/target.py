@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from stage1_extract.config import Batching, TargetConfig
 from stage1_extract.embedded import embedded_target_dir, is_embedded
+from stage1_extract.gguf_target import SUFFIX, gguf_target_dir
 
 
 class Target(Protocol):
@@ -72,6 +73,8 @@ def resolve_target(config: TargetConfig, *, weights: bool = True) -> str:
     if is_embedded(config.model):
         return str(embedded_target_dir(config.model))
     folder = Path(config.model).expanduser()
+    if folder.suffix == SUFFIX and folder.is_file():
+        return str(gguf_target_dir(folder))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(
@@ -86,8 +89,8 @@ def resolve_target(config: TargetConfig, *, weights: bool = True) -> str:
 def target_name(config: TargetConfig) -> str:
     """Name of the target in a store: its hub id, embedded name or folder name, without a path."""
     folder = Path(config.model).expanduser()
-    is_folder = not is_embedded(config.model) and folder.is_dir()
-    return folder.resolve().name if is_folder else config.model
+    is_path = not is_embedded(config.model) and folder.exists()
+    return folder.resolve().name if is_path else config.model
 
 
 @cache

@@ -1,5 +1,6 @@
 """The run file: defaults, overrides, and one clear line for every fault."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,11 @@ def test_a_preset_writes_to_the_working_folder(
 def test_a_target_that_is_no_folder_keeps_its_name(tmp_path: Path, name: str) -> None:
     config = load_run_file(write(tmp_path, MINIMAL), overrides=[f"target.model={name}"])
     assert config.target.model == name
+
+
+def test_a_gguf_target_starts_at_the_run_file(tmp_path: Path) -> None:
+    text = re.sub(r'model = "[^"]*"', 'model = "weights.gguf"', MINIMAL, count=1)
+    assert load_run_file(write(tmp_path, text)).target.model == str(tmp_path / "weights.gguf")
 
 
 def test_a_path_to_a_target_is_a_path_though_nothing_is_there(tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ def test_the_second_of_two_processes_keeps_the_first_folder(tmp_path: Path) -> N
     for folder in (ours, theirs):
         folder.mkdir()
         (folder / "config.json").write_text(folder.name)
-    embedded._publish(theirs, tmp_path / "final")
-    embedded._publish(ours, tmp_path / "final")
+    embedded.publish(theirs, tmp_path / "final")
+    embedded.publish(ours, tmp_path / "final")
     assert (tmp_path / "final" / "config.json").read_text() == "theirs"
 
 

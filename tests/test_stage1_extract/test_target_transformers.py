@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stage1_extract.config import TargetConfig
 from stage1_extract.target import load_target
@@ -188,3 +189,41 @@ def test_code_of_a_model_runs_only_when_asked(target_folder: TargetFolder, tmp_p
     (folder / "own_code.py").write_text("raise SystemExit('ran')")
     with pytest.raises(ValueError, match="trust_remote_code"):
         load(folder)
+
+
+def test_an_fp8_checkpoint_is_loaded_as_it_is(target_folder: TargetFolder, tmp_path: Path) -> None:
+    """Weights in e4m3 with a scale for each 128 x 128 block, as DeepSeek and Qwen publish them."""
+    folder = tmp_path / "random"
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for path in target_folder("llama").glob("tokenizer*"):
+        shutil.copy(path, folder / path.name)
+    plain, quantised = copied(folder, tmp_path / "plain"), copied(folder, tmp_path / "fp8")
+    weights = load_file(folder / "model.safetensors")
+    stored = dict(weights)
+    for name in [name for name in weights if "_proj" in name]:
+        rows, columns = weights[name].shape
+        blocks = weights[name].float().view(rows // 128, 128, columns // 128, 128)
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448.0
+        codes = (blocks / scales).to(torch.float8_e4m3fn)
+        stored[name] = codes.view(rows, columns)
+        stored[name.replace("weight", "weight_scale_inv")] = scales[:, 0, :, 0].contiguous()
+        weights[name] = (codes.float() * scales).view(rows, columns).to(torch.bfloat16)
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((quantised / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (quantised / "config.json").write_text(json.dumps(settings))
+    (sequence,) = token_ids(40)
+    states = [
+        load(each, dtype="bfloat16").plain_hidden_states(sequence, layers=["1"])["1"]
+        for each in (plain, quantised)
+    ]
+    assert torch.equal(*states)
