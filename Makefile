@@ -58,7 +58,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n 2
 
 slow: $(VENV)/.installed-slow
-	$(BIN)/python -m pytest -q -m slow -rs -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -m slow -rs -n 2 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

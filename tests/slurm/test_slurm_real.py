@@ -25,8 +25,8 @@ PORT_BASE = "17300"
 LIMIT_S = 240.0
 """Longest wait for anything; several times what an idle machine needs."""
 
-# One after another, in one process: they share a cluster.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
+# One after another (`--dist loadfile`): they share a cluster.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
