@@ -119,7 +119,9 @@ def refuse_other_layers(store: WritableStore, shape: StoreShape) -> None:
     if not stored:
         return
     advice = "restore the setting or use another store folder"
-    if sorted(stored) != sorted(shape.layers):
+    missing, others = set(shape.layers) - set(stored), set(stored) - set(shape.layers)
+    # Until something is planned, another command may be in the midst of recording them.
+    if others or (missing and store.units()):
         raise StoreError(
             f"store.target_layer_ids: the store at {store.files} holds layers {', '.join(stored)},"
             f" this run wants {', '.join(shape.layers)}; {advice}"
@@ -147,7 +149,8 @@ def record_layers(
         StoreError: The store's shards hold other layers, or another encoding of them.
     """
     refuse_other_layers(store, shape)
-    needs_scales = encoding_named(shape.encoding).calibrated and not store.layers
+    is_missing = bool(set(shape.layers) - set(store.layers))
+    needs_scales = encoding_named(shape.encoding).calibrated and is_missing
     scales = calibrated() if needs_scales else {}
     for name in shape.layers:
         record = LayerRecord(

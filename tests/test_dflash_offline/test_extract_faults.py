@@ -124,7 +124,9 @@ def test_an_extraction_killed_whole_misses_nothing_after_resume(folder: Path, st
 def test_two_commands_on_one_store_share_it(folder: Path, start: Start) -> None:
     first = start()
     second = start(f'run_dir="{folder / "other"}"')
-    assert [ended(first)[0], ended(second)[0]] == [0, 0]
+    (first_code, first_text), (second_code, second_text) = ended(first), ended(second)
+    assert first_code == 0, first_text
+    assert second_code == 0, second_text
     check_whole(folder)
 
 

@@ -78,6 +78,21 @@ def test_of_two_calibrations_the_first_recorded_holds(make_run: MakeRun) -> None
     assert {layer.channel_scales for layer in store.layers.values()} == set(first.values())
 
 
+@pytest.mark.parametrize("encoding", ["fp8", "int8"])
+def test_layers_that_another_command_is_recording_are_completed(
+    make_run: MakeRun, encoding: str
+) -> None:
+    run = make_run(store={"encoding": encoding})
+    whole = prepare_store(make_run(store={"encoding": encoding}, place="elsewhere"))
+    store = create_store(run.store_dir, whole.identity)
+    first, *others = whole.layers.values()
+    store.add_layers([first])
+    assert others
+    assert prepare_store(run).layers == whole.layers
+    with pytest.raises(StoreError, match="holds layers 0, 2, this run wants 0;"):
+        prepare_store(make_run(store={"encoding": encoding, "target_layer_ids": [0]}))
+
+
 def test_a_calibrated_store_refuses_another_encoding(make_run: MakeRun) -> None:
     prepare_store(int8_run(make_run))
     with pytest.raises(StoreError, match="layer 0 is stored as int8"):
