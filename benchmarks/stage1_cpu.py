@@ -10,7 +10,7 @@ Needs two idle cores. Everything runs through the real command on small random t
   whole command by the clock and the worker's own loop;
 - resume: `extract` once more on the store of 100 K sequences, with its receipt and without.
 
-About 15 minutes; `--quick` is a trial of 1 minute whose figures mean nothing.
+About 7 minutes; `--quick` is a trial of 1 minute whose figures mean nothing.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def main() -> None:
     sizes = [100, 1_000] if arguments.quick else [1_000, 10_000, 100_000]
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         figures = measure_cost(Path(scratch), sizes)
-        figures |= measure_workers(Path(scratch), num_sequences=60 if arguments.quick else 1_200)
+        figures |= measure_workers(Path(scratch), num_sequences=60 if arguments.quick else 600)
     if arguments.no_record:
         for name, (value, unit, note) in figures.items():
             print(f"{name:<36} {value:>10.4g} {unit:<6} {note}")
