@@ -6,13 +6,13 @@ total variation distance, which is the chance that rejection sampling refuses a 
 No tensor of [rows, vocab] outlives its chunk.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from stage2_train.loss import HeadLoss, row_chunks
+from stage2_train.loss import HeadLoss, chunked_loss, plain_loss
 from stage2_train.target_head import TargetHead, cap_logits
 
 Divergence = Literal["kl", "total_variation"]
@@ -41,10 +41,22 @@ def head_divergence(
         head: the target's frozen head.
         chunk_rows: rows whose logits exist at once.
     """
-    loss, row_loss, is_top = _ChunkedDivergence.apply(  # type: ignore[no-untyped-call]
-        hidden, target_hidden, labels, weights, kind, head, chunk_rows
-    )
-    return HeadLoss(loss=loss, row_loss=row_loss, is_top=is_top)
+    slopes_of = _fused_slopes if hidden.is_cuda else _slopes
+
+    def fill(chunk: Tensor, rows: slice, *, gradient: Tensor | None, **results: Tensor) -> None:
+        slopes = slopes_of(
+            _raw_logits(chunk, head),
+            _raw_logits(target_hidden[rows], head),
+            labels[rows],
+            weights[rows],
+            kind=kind,
+            head=head,
+            **results,
+        )
+        if gradient is not None:
+            torch.mm(slopes, head.lm_head_weight, out=gradient)
+
+    return chunked_loss(hidden, weights, fill=fill, chunk_rows=chunk_rows)
 
 
 def plain_divergence(
@@ -64,54 +76,7 @@ def plain_divergence(
         row_loss = (wanted.exp() * (wanted - drafted)).sum(dim=1)
     else:
         row_loss = 0.5 * (drafted.exp() - wanted.exp()).abs().sum(dim=1)
-    label_logit = logits.gather(1, labels[:, None])[:, 0]
-    return HeadLoss(
-        loss=(row_loss * weights).sum(),
-        row_loss=row_loss.detach(),
-        is_top=label_logit >= logits.amax(dim=1),
-    )
-
-
-class _ChunkedDivergence(torch.autograd.Function):
-    """Makes the gradient in the forward pass, as the cross-entropy does."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        target_hidden: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        kind: Divergence,
-        head: TargetHead,
-        chunk_rows: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_rows = len(labels)
-        row_loss = torch.empty(num_rows, dtype=weights.dtype, device=hidden.device)
-        is_top = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        slopes_of = _fused_slopes if hidden.is_cuda else _slopes
-        for rows in row_chunks(num_rows, chunk_rows=chunk_rows):
-            slopes = slopes_of(
-                _raw_logits(hidden[rows], head),
-                _raw_logits(target_hidden[rows], head),
-                labels[rows],
-                weights[rows],
-                kind=kind,
-                head=head,
-                row_loss=row_loss[rows],
-                is_top=is_top[rows],
-            )
-            if gradient is not None:
-                torch.mm(slopes, head.lm_head_weight, out=gradient[rows])
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(row_loss, is_top)
-        return (row_loss * weights).sum(), row_loss, is_top
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0].to(gradient.dtype), *(None,) * 6)
+    return plain_loss(row_loss, logits, labels, weights)
 
 
 def _raw_logits(hidden: Float[Tensor, "rows hidden"], head: TargetHead) -> Tensor:

@@ -5,7 +5,7 @@ state, and both are made while the chunk's logits exist. No tensor of [rows, voc
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from stage2_train.fp8 import FP8, Fp8Rows, product, quantize_rows
 from stage2_train.target_head import TargetHead, cap_logits
 
+FillChunk = Callable[..., None]
 # Rows of the tiles that products on a GPU work in.
 _TILE_ROWS = 256
 
@@ -28,7 +29,7 @@ class HeadLoss:
     loss: Float[Tensor, ""]
     """Sum over rows of weight times loss; carries the gradient."""
     row_loss: Float[Tensor, "rows"]
-    """Cross-entropy of each row, in nats; no gradient."""
+    """Loss of each row without its weight, of a cross-entropy in nats; no gradient."""
     is_top: Bool[Tensor, "rows"]
     """Whether no token is more probable than the label: greedy drafting gets it right."""
 
@@ -50,8 +51,12 @@ def head_cross_entropy(
         head: the target's frozen head.
         chunk_rows: rows whose logits exist at once.
     """
-    loss, row_loss, is_top = _ChunkedHeadLoss.apply(hidden, labels, weights, head, chunk_rows)  # type: ignore[no-untyped-call]
-    return HeadLoss(loss=loss, row_loss=row_loss, is_top=is_top)
+    chunk_loss = _fused_chunk_loss if hidden.is_cuda else _chunk_loss
+
+    def fill(chunk: Tensor, rows: slice, **results: Any) -> None:
+        chunk_loss(chunk, labels[rows], weights[rows], head=head, chunk_rows=chunk_rows, **results)
+
+    return chunked_loss(hidden, weights, fill=fill, chunk_rows=chunk_rows)
 
 
 def plain_cross_entropy(
@@ -64,6 +69,16 @@ def plain_cross_entropy(
     """Gives the same as `head_cross_entropy` by plain operations: the reference."""
     logits = head.logits(hidden)
     row_loss = cross_entropy(logits, labels, reduction="none")
+    return plain_loss(row_loss, logits, labels, weights)
+
+
+def plain_loss(
+    row_loss: Float[Tensor, "rows"],
+    logits: Float[Tensor, "rows vocab"],
+    labels: Int[Tensor, "rows"],
+    weights: Float[Tensor, "rows"],
+) -> HeadLoss:
+    """Gives the weighted sum of rows' losses and what else the rows say, by plain operations."""
     label_logit = logits.gather(1, labels[:, None])[:, 0]
     return HeadLoss(
         loss=(row_loss * weights).sum(),
@@ -72,30 +87,41 @@ def plain_cross_entropy(
     )
 
 
-class _ChunkedHeadLoss(torch.autograd.Function):
+def chunked_loss(
+    hidden: Float[Tensor, "rows hidden"],
+    weights: Float[Tensor, "rows"],
+    *,
+    fill: FillChunk,
+    chunk_rows: int,
+) -> HeadLoss:
+    """Gives a weighted loss of rows whose logits exist a chunk at a time.
+
+    Args:
+        hidden: normed hidden states of the drafter.
+        weights: weight of each row's loss.
+        fill: called for each chunk with its hidden states and its place, fills the chunk's
+            `row_loss`, `is_top` and, unless it is None, `gradient` of the weighted loss.
+        chunk_rows: rows of a chunk at most.
+    """
+    loss, row_loss, is_top = _ChunkedLoss.apply(hidden, weights, fill, chunk_rows)  # type: ignore[no-untyped-call]
+    return HeadLoss(loss=loss, row_loss=row_loss, is_top=is_top)
+
+
+class _ChunkedLoss(torch.autograd.Function):
     """Makes the gradient in the forward pass: the loss is linear in what comes from above."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        head: TargetHead,
-        chunk_rows: int,
+        ctx: Any, hidden: Tensor, weights: Tensor, fill: FillChunk, chunk_rows: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_rows = len(labels)
+        num_rows = len(weights)
         row_loss = torch.empty(num_rows, dtype=weights.dtype, device=hidden.device)
         is_top = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for rows in row_chunks(num_rows, chunk_rows=chunk_rows):
-            fill = _fused_chunk_loss if hidden.is_cuda else _chunk_loss
             fill(
                 hidden[rows],
-                labels[rows],
-                weights[rows],
-                head=head,
-                chunk_rows=chunk_rows,
+                rows,
                 row_loss=row_loss[rows],
                 is_top=is_top[rows],
                 gradient=None if gradient is None else gradient[rows],
@@ -105,9 +131,9 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         return (row_loss * weights).sum(), row_loss, is_top
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None, None
+        return gradient * grads[0].to(gradient.dtype), None, None, None
 
 
 def row_maximum(probabilities: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:

@@ -20,7 +20,7 @@ from storage.losses import EncodingLoss
 from storage.places import files_at
 from storage.reader import SequenceStates, Snapshot, Store, open_store
 from storage.records import create_record, read_record
-from storage.schema import LayerRecord, UnitId, check_same_identity, hash_id
+from storage.schema import LayerRecord, UnitId, check_same_identity
 from storage.shards import Destinations
 
 
@@ -190,12 +190,13 @@ class JoinedSnapshot(Snapshot):
         part, place = self._part(index)
         return part.sequence_id(place)
 
-    def index_of(self, sequence_id: str) -> int:
-        """The index of a sequence; StoreError if no member holds it."""
+    def find(self, sequence_id: str) -> int | None:
+        """The index of a sequence; None if no member holds it."""
         for part, start in zip(self.parts, self._starts, strict=False):
-            if np.any(part.id_hash == np.uint64(hash_id(sequence_id))):
-                return int(start) + part.index_of(sequence_id)
-        raise StoreError(f"{self.store.files} holds no committed sequence {sequence_id!r}")
+            place = part.find(sequence_id)
+            if place is not None:
+                return int(start) + place
+        return None
 
     def read_tokens(
         self, index: int

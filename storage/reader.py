@@ -309,6 +309,13 @@ class Snapshot:
 
     def index_of(self, sequence_id: str) -> int:
         """The index of a sequence; StoreError if the snapshot does not hold it."""
+        index = self.find(sequence_id)
+        if index is None:
+            raise StoreError(f"{self.store.files} holds no committed sequence {sequence_id!r}")
+        return index
+
+    def find(self, sequence_id: str) -> int | None:
+        """The index of a sequence; None if the snapshot does not hold it."""
         wanted = hash_id(sequence_id)
         hashes = self._catalog.id_hash
         place = int(np.searchsorted(hashes, np.uint64(wanted), sorter=self._by_hash))
@@ -317,7 +324,7 @@ class Snapshot:
             if self.sequence_id(index) == sequence_id:
                 return index
             place += 1
-        raise StoreError(f"{self.store.files} holds no committed sequence {sequence_id!r}")
+        return None
 
     @cached_property
     def _by_hash(self) -> Int64[np.ndarray, " sequences"]:

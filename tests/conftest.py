@@ -1,6 +1,9 @@
-"""Tiny random targets and drafters that several tests decode with."""
+"""What the tests of several packages share: tiny targets and drafters, scripts on a device."""
 
+import os
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,3 +121,32 @@ def s3_server(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     _s3_server.fault, _s3_server.forgets, _s3_server.ignores_conditions = None, False, False
     _s3_server.requests.clear()
     return _s3_server
+
+
+@pytest.fixture
+def run_script() -> Callable[..., None]:
+    """Run a script in a process of its own, on a device; kernels are interpreted on the CPU.
+
+    A process of its own, for Triton's interpreter is chosen when kernels are defined, and what the
+    shape checker of the tests has wrapped cannot be compiled.
+    """
+
+    def run(script: str, *, device: str = "cpu") -> None:
+        interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script, device],
+            env=os.environ | interpret | {"PYTHONPATH": os.pathsep.join(filter(None, folders))},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device that a kernel is tested on."""
+    return str(request.param)

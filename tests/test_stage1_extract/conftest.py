@@ -1,9 +1,6 @@
 """Small tokenizers and tiny random targets, made once for all tests of stage 1."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,35 +253,6 @@ def make_run(
 def talks() -> Callable[..., list[dict[str, Any]]]:
     """Gives so many short talks of different length."""
     return conversation_lines
-
-
-@pytest.fixture
-def run_script() -> Callable[..., None]:
-    """Runs a script in a process of its own, on a device; kernels are interpreted on the CPU.
-
-    A process of its own, for Triton's interpreter is chosen when kernels are defined, and what the
-    shape checker of the tests has wrapped cannot be compiled.
-    """
-
-    def run(script: str, *, device: str = "cpu") -> None:
-        interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
-        folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script, device],
-            env=os.environ | interpret | {"PYTHONPATH": os.pathsep.join(filter(None, folders))},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-
-    return run
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Every device that a kernel is tested on."""
-    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
