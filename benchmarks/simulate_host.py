@@ -21,7 +21,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from stage2_step import SHAPES, Shape, architecture_of
+from shapes import SHAPES, Shape
+from stage2_step import architecture_of
 
 from stage2_train.flops import step_flops
 

@@ -203,7 +203,8 @@ def train_at_once(arguments: argparse.Namespace, folder: Path, count: int) -> li
 def processes_figures(arguments: argparse.Namespace, folder: Path) -> Figures:
     """Aggregate rates of drafters in processes of their own."""
     # Imported here, for the toy needs torch alone and runs on releases that we do not.
-    from synthetic_store import SHAPES, make_store
+    from shapes import SHAPES
+    from synthetic_store import make_store
 
     make_store(folder / "store", SHAPES[arguments.shape], [512] * 400, encoding="fp8")
     figures: Figures = {}

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 from results import record
-from synthetic_store import SHAPES, make_store
+from shapes import SHAPES
+from synthetic_store import make_store
 
 from stage2_train.config import DrafterConfig, DrafterRun, OptimizerConfig, TrainConfig
 from stage2_train.data import plan_epoch

@@ -21,11 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from peer_imports import import_peer
 from results import record
+from shapes import SHAPES, Shape
 from stage2_step import (
     PACKAGES,
-    SHAPES,
     WARMUP_STEPS,
-    Shape,
     architecture_of,
     make_trainer,
     median_s,

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from results import record
-from synthetic_store import SHAPES, make_store
+from shapes import SHAPES
+from synthetic_store import make_store
 
 from stage2_train.compile import WARMUP_STEPS, compile_counts
 from stage2_train.config import DrafterConfig, DrafterRun, OptimizerConfig, TrainConfig

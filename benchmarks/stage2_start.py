@@ -22,7 +22,8 @@ from typing import Any
 import tomli_w
 import torch
 from results import record
-from synthetic_store import SHAPES, make_store
+from shapes import SHAPES
+from synthetic_store import make_store
 
 ROOT = Path(__file__).parents[1]
 SEQUENCES_OF_SHARD = 2000

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from results import record
+from shapes import SHAPES, Shape
 from torch import Tensor
 
 from stage2_train.architecture import FULL, DrafterArchitecture, default_target_layer_ids
@@ -37,56 +38,6 @@ from stage2_train.target_head import TargetHead
 
 PACKAGES = ("torch", "triton", "transformers")
 WARMUP_STEPS = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of target and drafter."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    num_target_layers: int
-    num_layers: int = 5
-    block_size: int = 16
-    sequence_tokens: int = 3072
-
-
-SHAPES = {
-    "qwen3-8b": Shape(
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=12288,
-        vocab_size=151_936,
-        num_target_layers=36,
-    ),
-    "wide": Shape(
-        hidden_size=5120,
-        num_heads=40,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=17_408,
-        vocab_size=248_320,
-        num_target_layers=64,
-    ),
-    "tiny": Shape(
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        vocab_size=512,
-        num_target_layers=8,
-        num_layers=2,
-        block_size=8,
-        sequence_tokens=256,
-    ),
-}
 
 
 def architecture_of(shape: Shape) -> DrafterArchitecture:

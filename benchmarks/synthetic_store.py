@@ -5,12 +5,12 @@ Sequences share a few random states: what is in them costs neither the reader no
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save
+from shapes import Shape
 
 from stage2_train.architecture import default_target_layer_ids
 from storage.encodings import EncodedStates, encode
@@ -21,23 +21,9 @@ NUM_KINDS = 3
 SHARD_BYTES = 1_000_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreShape:
-    """Sizes of the target whose states the store pretends to hold."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    num_target_layers: int
-    num_layers: int = 5
-
-
 def make_store(
     store_dir: Path,
-    shape: StoreShape,
+    shape: Shape,
     lengths: Sequence[int],
     *,
     encoding: str,
@@ -85,7 +71,7 @@ def make_store(
     return store_dir
 
 
-def identity_of(shape: StoreShape) -> StoreIdentity:
+def identity_of(shape: Shape) -> StoreIdentity:
     """An identity without meaning; nothing is held out."""
     return StoreIdentity(
         target_name="synthetic",
@@ -106,7 +92,7 @@ def identity_of(shape: StoreShape) -> StoreIdentity:
     )
 
 
-def random_states(num_tokens: int, shape: StoreShape, encoding: str) -> list[EncodedStates]:
+def random_states(num_tokens: int, shape: Shape, encoding: str) -> list[EncodedStates]:
     """A few layers of random states, encoded by the reference."""
     rng = np.random.default_rng(1)
     kinds = []
@@ -124,7 +110,7 @@ def first_tokens(states: EncodedStates, num_tokens: int) -> EncodedStates:
     )
 
 
-def write_head(store: WritableStore, shape: StoreShape) -> None:
+def write_head(store: WritableStore, shape: Shape) -> None:
     """An untied embedding and LM head of the size of a trained one's."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(min(4093, shape.vocab_size), shape.hidden_size, generator=generator)
@@ -160,36 +146,3 @@ def write_head(store: WritableStore, shape: StoreShape) -> None:
     }
     store.put_head_file("target.json", json.dumps(facts).encode())
     store.put_head_file("target.safetensors", save(weights))
-
-
-SHAPES = {
-    "qwen3-8b": StoreShape(
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=12_288,
-        vocab_size=151_936,
-        num_target_layers=36,
-    ),
-    "small": StoreShape(
-        hidden_size=512,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=64,
-        intermediate_size=1024,
-        vocab_size=8192,
-        num_target_layers=12,
-        num_layers=3,
-    ),
-    "tiny": StoreShape(
-        hidden_size=32,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        vocab_size=256,
-        num_target_layers=6,
-        num_layers=2,
-    ),
-}

@@ -34,7 +34,8 @@ import numpy as np
 import tomli_w
 import torch
 from results import record
-from stage2_step import PACKAGES, SHAPES, Shape
+from shapes import SHAPES, Shape
+from stage2_step import PACKAGES
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
