@@ -26,6 +26,7 @@ from dflash_offline.speculate import Decoding, DecodingSettings, Generation, dec
 from dflash_offline.suites import Dialogue, dialogue_messages, load_suite
 from stage1_extract.sequences import render
 from stage1_extract.target import load_target, resolve_target
+from stage1_extract.target_files import load_config
 from stage1_extract.target_identity import weights_sha256
 from stage1_extract.target_transformers import TransformersTarget
 from stage2_train.acceptance import (
@@ -104,13 +105,20 @@ def evaluate(
     drafter_dirs = {name: drafter_run(config, name).drafter_dir for name in names}
     if folder is None and not watch:
         _require_checkpoints(drafter_dirs)
+    foreign: dict[str, Drafter] = {}
+    if folder is not None:
+        # Before the target decodes its own answers, which takes minutes.
+        num_target_layers = load_config(config.target).num_hidden_layers
+        foreign[folder.name] = load_any_drafter(folder, num_target_layers=num_target_layers)
     bench = open_bench(config)
     untrained = UntrainedDrafters(bench)
-    if folder is not None:
-        num_target_layers = bench.target.config.num_hidden_layers
-        drafter = load_any_drafter(folder, num_target_layers=num_target_layers)
-        results = {folder.name: evaluate_drafter(bench, drafter, untrained=untrained)}
-        _write_json(run_dir_of(config) / f"eval-{folder.name}.json", results[folder.name])
+    if foreign:
+        results = {
+            name: evaluate_drafter(bench, drafter, untrained=untrained)
+            for name, drafter in foreign.items()
+        }
+        for name, result in results.items():
+            _write_json(run_dir_of(config) / f"eval-{name}.json", result)
     elif watch:
         results = watch_run(bench, drafter_dirs, untrained=untrained)
     else:

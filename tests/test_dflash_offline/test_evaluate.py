@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from dflash_offline import evaluate as evaluate_module
 from dflash_offline.config import drafter_run
 from dflash_offline.evaluate import compare, evaluate, is_training_done, open_bench
 from dflash_offline.speculate import Generation
@@ -68,6 +69,14 @@ def test_any_folder_and_sampling(run, tmp_path):
     result = json.loads((Path(run.run_dir) / "eval-exported.json").read_text())
     assert result["suites"]["held_out"]["lossless_fraction"] is None
     assert (Path(run.run_dir) / "eval-exported.svg").is_file()
+
+
+def test_a_folder_that_is_no_drafter_is_refused_before_anything_is_decoded(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluate_module, "open_bench", lambda _: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match="absent"):
+        evaluate(run, drafter_names=(), folder=tmp_path / "absent", watch=False)
 
 
 def test_several_turns_are_several_requests(run, tmp_path):
