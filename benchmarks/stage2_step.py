@@ -182,12 +182,12 @@ def random_drafter(shape: Shape, device: torch.device) -> Drafter:
 def make_trainer(
     shape: Shape, variant: str, arguments: argparse.Namespace, device: torch.device
 ) -> Trainer:
-    """Builds a variant: `plain`, `bf16` or `fp8`."""
+    """Builds a variant: `plain`, `bf16`, `fp8`, or `fp8_all` with fp8 weight gradients, too."""
     drafter = random_drafter(shape, device)
     optimizer = MasterAdamW(drafter, OptimizerConfig(), device=device, dtype=torch.bfloat16)
     head = random_head(shape, device)
-    if variant == "fp8":
-        use_fp8(drafter)
+    if variant in ("fp8", "fp8_all"):
+        use_fp8(drafter, weight_gradients=variant == "fp8_all")
         head = replace(head, fp8=freeze_fp8(head.lm_head_weight))
     return Trainer(
         drafter=drafter,
@@ -400,7 +400,7 @@ def main() -> None:
     """Runs the variants asked for and records their figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--variants", default="bf16,fp8", help="of plain, bf16 and fp8")
+    parser.add_argument("--variants", default="bf16,fp8", help="of plain, bf16, fp8 and fp8_all")
     parser.add_argument("--sequences", type=int, default=1, help="sequences of a step")
     parser.add_argument("--anchors", type=int, default=512, help="anchors of a sequence")
     parser.add_argument("--steps", type=int, default=30)

@@ -84,8 +84,9 @@ class TrainConfig(Settings):
     """Attention path: `sdpa` the plain reference, `flex` compiled on a GPU; None chooses."""
     compile: bool | None = None
     """Compile the drafter's layers; None does so on a GPU. Only with `attention = "flex"`."""
-    fp8: bool = False
-    """Multiply in fp8 with row scales on GPUs that can: MLP, projections and LM head."""
+    fp8: bool | Literal["all"] = False
+    """Multiply in fp8 with row scales on GPUs that can: MLP, projections and LM head. `true` leaves
+    weight gradients in the drafter's own type, `"all"` makes them of fp8 products, too."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of the training process."""
     batches_per_step: int | None = Field(default=None, ge=1)

@@ -80,7 +80,7 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
     )
     monitor.start(first_step=position.step)
     if run.train.fp8:
-        head = use_fp8_products(drafter, head)
+        head = use_fp8_products(drafter, head, weight_gradients=run.train.fp8 == "all")
     batches = make_batch_maker(
         run.train,
         architecture,
@@ -147,7 +147,7 @@ def choose_fast_path(
     return make_fast_path(is_compiled=is_compiled)
 
 
-def use_fp8_products(drafter: Drafter, head: TargetHead) -> TargetHead:
+def use_fp8_products(drafter: Drafter, head: TargetHead, *, weight_gradients: bool) -> TargetHead:
     """Makes the drafter's linear maps and the head's products fp8; gives the head.
 
     Raises:
@@ -156,7 +156,7 @@ def use_fp8_products(drafter: Drafter, head: TargetHead) -> TargetHead:
     device = drafter.fc.weight.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"train.fp8 needs a GPU with fp8 products, found {device}; turn it off")
-    use_fp8(drafter)
+    use_fp8(drafter, weight_gradients=weight_gradients)
     return replace(head, fp8=freeze_fp8(head.lm_head_weight))
 
 
