@@ -123,20 +123,36 @@ def s3_server(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return _s3_server
 
 
-@pytest.fixture
-def run_script() -> Callable[..., None]:
-    """Run a script in a process of its own, on a device; kernels are interpreted on the CPU.
+@pytest.fixture(scope="session")
+def _gpu_process() -> Iterator[Any]:
+    module = runpy.run_path(str(Path(__file__).with_name("script_process.py")))
+    process = module["ScriptProcess"]({"PYTHONPATH": _script_path()})
+    yield process
+    process.stop()
 
-    A process of its own, for Triton's interpreter is chosen when kernels are defined, and what the
-    shape checker of the tests has wrapped cannot be compiled.
+
+def _script_path() -> str:
+    folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, folders))
+
+
+@pytest.fixture
+def run_script(_gpu_process: Any) -> Callable[..., None]:
+    """Run a script in another process, on a device; kernels are interpreted on the CPU.
+
+    Another process, for Triton's interpreter is chosen when kernels are defined, and what the shape
+    checker of the tests has wrapped cannot be compiled. On the CPU each script has one of its own;
+    all those of a GPU share one.
     """
 
     def run(script: str, *, device: str = "cpu") -> None:
-        interpret = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
-        folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        if device != "cpu":
+            error = _gpu_process.run(script, [device])
+            assert not error, error
+            return
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", script, device],
-            env=os.environ | interpret | {"PYTHONPATH": os.pathsep.join(filter(None, folders))},
+            env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": _script_path()},
             capture_output=True,
             text=True,
             check=False,

@@ -13,6 +13,9 @@ from stage2_train.target_head import cap_logits
 torch.set_default_device(sys.argv[1])
 torch.manual_seed(0)
 cases = list(itertools.product((40,), (1.0, 0.5), (None, 4.0), (False, True)))
+if sys.argv[1] != "cpu":
+    # Each case compiles three kernels there.
+    cases = [(40, 1.0, None, False), (40, 0.5, 4.0, True)]
 for vocab_size, scale, softcap, has_bias in [*cases, (8200, 1.0, None, False)]:
     num_rows = 3
     logits = 3 * torch.randn(num_rows, vocab_size)
