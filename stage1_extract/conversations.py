@@ -15,6 +15,7 @@ from typing import Any
 
 from stage1_extract.conversation_files import Row, RowFile, open_files, parse_line
 from stage1_extract.problems import Problems, UnusableConversationError
+from stage1_extract.tool_calls import calls_of
 
 _Unusable = Callable[..., UnusableConversationError]
 _SHAREGPT_ROLES = {
@@ -203,10 +204,11 @@ def _check_message(index: int, message: Any, unusable: _Unusable) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise unusable("unknown format", f"message {index} has no role")
     content = message.get("content")
-    calls_a_tool = content is None and message.get("tool_calls")
-    if not isinstance(content, str) and not calls_a_tool:
+    if calls_of(message) and content in (None, ""):
+        return
+    if not isinstance(content, str):
         raise unusable("content is not text", f"message {index} ({message['role']})")
-    if message["role"] == "assistant" and content is not None and not content.strip():
+    if message["role"] == "assistant" and not content.strip() and not calls_of(message):
         raise unusable("empty answer", f"message {index}")
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from stage1_extract.conversations import Conversation
 from stage1_extract.problems import UnusableConversationError
 from stage1_extract.sequences import is_prefix, render, tokens_id
+from stage1_extract.tool_calls import calls_of
 
 
 @dataclass(kw_only=True)
@@ -34,11 +35,13 @@ class Dialogue:
     """Tokens of all answers together."""
     was_cut: bool = False
     """Whether an answer ended at the length limit; later turns are then not asked."""
+    calls_a_tool: bool = False
+    """Whether the last answer calls a tool: nobody answers the call, so it ends the dialogue."""
 
     @property
     def is_finished(self) -> bool:
         """Whether there is nothing more to ask."""
-        return self.was_cut or self.num_answers == len(self.turns)
+        return self.was_cut or self.calls_a_tool or self.num_answers == len(self.turns)
 
     def add_answer(self, message: dict[str, Any], *, num_tokens: int, was_cut: bool) -> None:
         """Adds the target's answer to the turn that was open."""
@@ -46,6 +49,7 @@ class Dialogue:
         self.num_new_tokens += num_tokens
         self.num_answers += 1
         self.was_cut = was_cut
+        self.calls_a_tool = bool(calls_of(message))
 
 
 def start_dialogue(conversation: Conversation, *, turns: str) -> Dialogue:
@@ -120,11 +124,17 @@ def record(
     `greedy` holds only then, with greedy decoding, and when no given answer stands in between.
 
     Raises:
-        UnusableConversationError: An answer is empty.
+        UnusableConversationError: An answer is empty, or the chat template refuses it.
     """
-    if not all((message["content"] or "").strip() for message in _answers(dialogue)):
-        raise UnusableConversationError("empty answer", source=dialogue.source)
-    rendered = render(dialogue.messages, tokenizer, template_arguments, tools=dialogue.tools)
+    for message in _answers(dialogue):
+        if not (message["content"] or "").strip() and not calls_of(message):
+            raise UnusableConversationError("empty answer", source=dialogue.source)
+    try:
+        rendered = render(dialogue.messages, tokenizer, template_arguments, tools=dialogue.tools)
+    except Exception as error:  # A template raises whatever it likes.
+        raise UnusableConversationError(
+            "chat template refuses it", source=dialogue.source, detail=str(error)
+        ) from error
     is_exact = len(dialogue.written) == dialogue.num_answers and all(
         is_prefix(written, rendered) for written in dialogue.written
     )

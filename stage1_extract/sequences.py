@@ -4,7 +4,7 @@ The mask covers the assistant's tokens and the token that ends its turn. It come
 template's own `{% generation %}` markers where it has them, else from a prefix method: the
 conversation rendered up to an assistant turn, with the generation prompt, must be a prefix of the
 whole rendering, in text and in tokens; so must the rendering that ends with the turn. What cannot
-prove itself this way is never supervised.
+prove itself this way is never supervised. A tool call is supervised as the template writes it.
 """
 
 import hashlib
@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stage1_extract.conversations import Conversation
 from stage1_extract.problems import TOO_LONG, UnusableConversationError
+from stage1_extract.tool_calls import names_called, spellings
 
-MASK_RULE_VERSION = 1
+MASK_RULE_VERSION = 2
 """Part of a store's identity: raise it whenever the same conversation would give another mask."""
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -112,19 +113,28 @@ def render_with_mask(
 ) -> tuple[list[int], list[bool]]:
     """Token ids and loss mask of a conversation's messages by the chat template.
 
+    Tool calls are handed to the template in the first spelling that it writes down whole.
+
     Raises:
-        UnusableConversationError: There is no template, it refuses the conversation, or no
-            assistant turn proves where it stands.
+        UnusableConversationError: The template refuses the conversation, leaves a tool call out, or
+            no assistant turn proves where it stands.
+        ValueError: There is no template.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template, so messages cannot"
             " be rendered; give token_ids with loss_mask, or a target with a template"
         )
-    template = _chosen_template(tokenizer)
-    if _GENERATION_MARKER.search(template):
-        return _mask_by_markers(conversation, tokenizer, template_arguments)
-    return _mask_by_prefixes(conversation, tokenizer, template_arguments)
+    has_markers = _GENERATION_MARKER.search(_chosen_template(tokenizer))
+    mask_by = _mask_by_markers if has_markers else _mask_by_prefixes
+    first_problem: UnusableConversationError | None = None
+    for messages in spellings(conversation.messages or ()):
+        try:
+            return mask_by(conversation, messages, tokenizer, template_arguments)
+        except UnusableConversationError as problem:
+            first_problem = first_problem or problem
+    assert first_problem is not None
+    raise first_problem
 
 
 def render(
@@ -135,15 +145,58 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
 ) -> list[int]:
-    """Token ids of messages in the chat template; the template alone places special tokens."""
+    """Token ids of messages in the chat template; the template alone places special tokens.
+
+    Tool calls are written as `render_with_mask` would write them.
+
+    Raises:
+        Exception: What the template raises.
+    """
+    first_error: Exception | None = None
+    for spelled in spellings(messages):
+        try:
+            token_ids = _tokens(
+                spelled,
+                tokenizer,
+                template_arguments,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # A template raises whatever it likes.
+            first_error = first_error or error
+        else:
+            if not _missing_calls(messages, token_ids, tokenizer):
+                return token_ids
+    raise first_error or ValueError("the template leaves a tool call out")
+
+
+def _tokens(
+    messages: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    template_arguments: Mapping[str, Any],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool = False,
+) -> list[int]:
     text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
+        list(messages),
         tools=[dict(tool) for tool in tools] if tools else None,
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
         **template_arguments,
     )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _missing_calls(
+    messages: Sequence[Mapping[str, Any]],
+    token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str]:
+    """Functions that messages call and that the text of some tokens does not name."""
+    names = names_called(messages)
+    text = tokenizer.decode(list(token_ids)) if names else ""
+    return [name for name in names if name not in text]
 
 
 def recorded_length(generation: Mapping[str, Any] | None, token_ids: Sequence[int]) -> int | None:
@@ -188,14 +241,14 @@ def _chosen_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _mask_by_markers(
     conversation: Conversation,
+    messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     template_arguments: Mapping[str, Any],
 ) -> tuple[list[int], list[bool]]:
-    messages, tools = _template_input(conversation)
     try:
         encoded = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
+            list(messages),
+            tools=_tools(conversation),
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -203,23 +256,27 @@ def _mask_by_markers(
         )
     except Exception as error:  # A template raises whatever it likes.
         raise _template_problem(conversation, error) from error
-    return list(encoded["input_ids"]), [bool(each) for each in encoded["assistant_masks"]]
+    token_ids = list(encoded["input_ids"])
+    loss_mask = [bool(each) for each in encoded["assistant_masks"]]
+    supervised = [token for token, is_kept in zip(token_ids, loss_mask, strict=True) if is_kept]
+    _refuse_missing_calls(conversation, messages, supervised, tokenizer)
+    return token_ids, loss_mask
 
 
 def _mask_by_prefixes(
     conversation: Conversation,
+    messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     template_arguments: Mapping[str, Any],
 ) -> tuple[list[int], list[bool]]:
-    messages, tools = _template_input(conversation)
     special_ids = special_token_ids(tokenizer)
 
     def tokens(num_messages: int, *, add_generation_prompt: bool = False) -> list[int]:
-        return render(
+        return _tokens(
             messages[:num_messages],
             tokenizer,
             template_arguments,
-            tools=tools,
+            tools=conversation.tools,
             add_generation_prompt=add_generation_prompt,
         )
 
@@ -233,7 +290,9 @@ def _mask_by_prefixes(
                 tokens(index + 1), len(prompt), special_ids, tokenizer
             )
             if is_prefix(prompt, answered) and is_prefix(answered, token_ids):
-                loss_mask[len(prompt) : len(answered)] = [True] * (len(answered) - len(prompt))
+                answer = answered[len(prompt) :]
+                _refuse_missing_calls(conversation, [messages[index]], answer, tokenizer)
+                loss_mask[len(prompt) : len(answered)] = [True] * len(answer)
             elif index == turns[-1]:
                 raise _unusable(
                     conversation,
@@ -245,6 +304,18 @@ def _mask_by_prefixes(
     except Exception as error:  # A template raises whatever it likes.
         raise _template_problem(conversation, error) from error
     return token_ids, loss_mask
+
+
+def _refuse_missing_calls(
+    conversation: Conversation,
+    messages: Sequence[Mapping[str, Any]],
+    supervised: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Raises UnusableConversationError when a tool call is not among the supervised tokens."""
+    missing = _missing_calls(messages, supervised, tokenizer)
+    if missing:
+        raise _unusable(conversation, "template leaves a tool call out", f"of {missing[0]!r}")
 
 
 def is_prefix(start: Sequence[int], whole: Sequence[int]) -> bool:
@@ -273,11 +344,8 @@ def _without_template_tail(
     return token_ids
 
 
-def _template_input(
-    conversation: Conversation,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    messages = [dict(message) for message in conversation.messages or ()]
-    return messages, [dict(tool) for tool in conversation.tools] if conversation.tools else None
+def _tools(conversation: Conversation) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in conversation.tools] if conversation.tools else None
 
 
 def _end_of_last_true(mask: Sequence[bool]) -> int:

@@ -91,12 +91,44 @@ GEMMA = """\
 {{ '<start_of_turn>model\n' }}
 {%- endif -%}"""
 
+# Tool calls as most families write them, and as those do that want text and no content at all.
+TOOLS = """\
+{%- for tool in tools or [] -%}
+{{ 'tool ' + tool['name'] + '\n' }}
+{%- endfor -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] }}
+{%- if message['content'] -%}{{ '\n' + message['content'] }}{%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set call = call['function'] or call -%}
+{{ '\n<call>' + call['name'] + ' ' + (call['arguments'] | tojson) + '</call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+TOOLS_AS_TEXT = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['content'] is not string -%}
+{%- for call in message['tool_calls'] -%}
+{{ '<call>' + call['function']['name'] + ' ' + call['function']['arguments'] + '</call>' }}
+{%- endfor -%}
+{%- else -%}
+{{ message['content'] }}
+{%- endif -%}
+{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "chatml_with_markers": CHATML_WITH_MARKERS,
     "llama3": LLAMA3,
     "thinking": THINKING,
     "gemma": GEMMA,
+    "tools": TOOLS,
+    "tools_as_text": TOOLS_AS_TEXT,
 }
 SPECIAL_TOKENS = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),

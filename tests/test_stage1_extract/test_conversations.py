@@ -47,8 +47,10 @@ def test_ids_are_given_or_follow_the_content() -> None:
     assert parse({"messages": MESSAGES}).id != parse({"messages": other}).id
 
 
-def test_further_keys_of_a_message_reach_the_template() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+@pytest.mark.parametrize("content", [None, ""])
+def test_further_keys_of_a_message_reach_the_template(content: str | None) -> None:
+    calls = [{"function": {"name": "f"}}]
+    call = {"role": "assistant", "content": content, "tool_calls": calls}
     conversation = parse({"messages": [MESSAGES[0], call], "tools": [{"name": "f"}]})
     assert conversation.messages[1] == call
     assert conversation.tools == ({"name": "f"},)
@@ -68,6 +70,8 @@ BAD_LINES = [
     ({"messages": MESSAGES[:1]}, "no assistant turn"),
     ({"prompt": "a"}, "no assistant turn"),
     ({"prompt": "a", "response": "  "}, "empty answer"),
+    ({"messages": [MESSAGES[0], {"role": "assistant", "content": ""}]}, "empty answer"),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "content is not text"),
     ({"messages": [{"role": "user", "content": [{"image": "x"}]}]}, "content is not text"),
     ({"token_ids": [1, 2], "loss_mask": [1]}, "lengths differ"),
     ({"token_ids": [1, 2]}, "unknown format"),

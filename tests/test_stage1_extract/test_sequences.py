@@ -115,6 +115,65 @@ def test_golden_masks(
     assert marked(sequence, tokenizer) == expected
 
 
+def call(arguments: Any, *, content: str | None = None) -> dict[str, Any]:
+    function = {"name": "clock", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+
+
+ZONE = {"zone": "UTC"}
+CALLED = "<|im_start|>user\nwhen?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("arguments", [ZONE, '{"zone": "UTC"}'], ids=["object", "text"])
+@pytest.mark.parametrize("template", ["tools", "tools_as_text"])
+def test_a_tool_call_is_supervised_as_the_template_writes_it(
+    make_tokenizer: MakeTokenizer, template: str, arguments: Any, content: str | None
+) -> None:
+    """However the call came, each template gets the spelling that it can write."""
+    tokenizer = make_tokenizer(template)
+    messages = ({"role": "user", "content": "when?"}, call(arguments, content=content))
+    sequence = to_sequence(Conversation(id="c", source="x:1", messages=messages), tokenizer)
+    expected = CALLED + '[<call>clock {"zone": "UTC"}</call><|im_end|>]'
+    assert marked(sequence, tokenizer) == expected
+
+
+def test_a_tools_answer_is_not_supervised(make_tokenizer: MakeTokenizer) -> None:
+    messages = (
+        {"role": "user", "content": "when?"},
+        call(ZONE, content="wait"),
+        {"role": "tool", "content": "noon"},
+        {"role": "assistant", "content": "noon it is"},
+    )
+    tools = ({"name": "clock"},)
+    tokenizer = make_tokenizer("tools")
+    sequence = to_sequence(
+        Conversation(id="c", source="x:1", messages=messages, tools=tools), tokenizer
+    )
+    assert marked(sequence, tokenizer) == (
+        "tool clock\n"
+        + CALLED
+        + '[wait\n<call>clock {"zone": "UTC"}</call><|im_end|>]\n'
+        + "<|im_start|>tool\nnoon<|im_end|>\n<|im_start|>assistant\n[noon it is<|im_end|>]"
+    )
+
+
+@pytest.mark.parametrize("template", ["chatml", "chatml_with_markers"])
+def test_a_template_that_knows_no_tools_is_found_out(
+    make_tokenizer: MakeTokenizer, template: str
+) -> None:
+    """Else the target would be taught to say nothing."""
+    messages = ({"role": "user", "content": "when?"}, call(ZONE))
+    with pytest.raises(UnusableConversationError) as raised:
+        to_sequence(Conversation(id="c", source="x:1", messages=messages), make_tokenizer(template))
+    assert raised.value.reason == "template leaves a tool call out"
+    assert "'clock'" in str(raised.value)
+
+
 def test_markers_and_prefixes_give_the_same_mask(make_tokenizer: MakeTokenizer) -> None:
     turns = ("hello\n", "hi all\n\n", "[x]", "bye")
     by_markers = to_sequence(conversation(*turns), make_tokenizer("chatml_with_markers"))

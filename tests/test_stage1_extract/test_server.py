@@ -99,6 +99,7 @@ def answers(
         prompts = write_jsonl(*(records or PROMPTS), name="prompts.jsonl")
         output = tmp_path / "answers.jsonl"
         arguments = settings.pop("template_arguments", {})
+        template = settings.pop("template", "chatml")
         config = RegenerateConfig.model_validate(
             {
                 "prompts": (str(prompts),),
@@ -108,7 +109,7 @@ def answers(
             }
         )
         regenerate(
-            TargetConfig(model=str(target_folder("llama"))),
+            TargetConfig(model=str(target_folder("llama", template))),
             DataConfig(conversations=(), template_arguments=arguments),
             config,
             output_path=output,
@@ -306,3 +307,19 @@ def test_a_thought_is_kept_beside_the_answer() -> None:
     message = {"content": "hi", "reasoning_content": "well"}
     module.add_reply(dialogue, {"choices": [{"message": message, "finish_reason": "stop"}]})
     assert dialogue.messages == [{"role": "assistant", **message}]
+
+
+def test_a_call_of_a_tool_is_an_answer_and_ends_the_dialogue(
+    fake_server: FakeServer, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the tool's answer there is nothing to go on from."""
+    function = {"name": "clock", "arguments": '{"zone": "UTC"}'}
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    reply = {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+    monkeypatch.setattr(fake_server, "reply", lambda body: reply)
+    asked = {"role": "user", "content": "when?"}
+    prompt = {"id": "t", "messages": [asked, asked], "tools": [{"name": "clock"}]}
+    line = answers(prompt, template="tools")[0]
+    assert len(fake_server.requests) == 1
+    assert line["messages"] == [asked, {**message, "content": ""}]
+    assert line["generation"]["greedy"] is False
