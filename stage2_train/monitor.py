@@ -207,7 +207,7 @@ class Monitor:
         if self.tensorboard is None:
             return
         with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps({"time_s": time.time(), **record}) + "\n")
         for name, value in scalars(record).items():
             self.tensorboard.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
