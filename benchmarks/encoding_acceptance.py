@@ -1,82 +1,105 @@
 """What an encoding costs in acceptance length: drafters trained and judged on encoded states.
 
-    python benchmarks/encoding_acceptance.py lines OUT.jsonl ANSWERS.npz EVAL.npz [--answers 3500]
+    python benchmarks/encoding_acceptance.py lines OUT.jsonl ANSWERS.npz GREEDY.npz
     dflash-offline extract RUN.toml     (store.encoding = "bf16", data.conversations = OUT.jsonl)
-    python benchmarks/encoding_acceptance.py STORE [--encodings bf16,int8,...] [--seeds 4]
+    python benchmarks/encoding_acceptance.py train STORE --out A.jsonl
+    python benchmarks/encoding_acceptance.py table A.jsonl B.jsonl
 
-The answers are the target's own, the evaluation's greedy. One drafter is trained per encoding and
-seed; drafters of one seed share their first weights, their batches and their anchors, and differ in
-nothing but the states: encoded and decoded again, in training as in evaluation. Then each walks the
-greedy answers of every suite. A ratio is that of one seed's pair; its interval is the 95% interval
-of Student's t over seeds, of the mean of the logarithms. Training and walk are the product's.
+The answers are the target's own; those judged are greedy, and neither they nor another answer to
+the same prompt is trained on. One drafter is trained per encoding and seed. Drafters of one seed
+share their first weights, batches and anchors, and differ in nothing but the states: encoded and
+decoded by the product's code, in training as in judging. `bf16_again` is bf16 once more from first
+weights rounded to bf16: what it differs by is the noise of a pair. A ratio is that of one seed's
+pair; the table gives their geometric mean and its standard error.
 
-Several processes share the GPU, for small drafters wait for launches: seven reach 140 steps of 512
-anchors a second together on an H200, so that eight seeds of seven encodings, 900 steps each, take
-six minutes. Seeds are trained one after another: a run cut off by `--budget-s` has whole pairs.
+All drafters of a seed are trained side by side on one GPU (`drafter_lanes`); a line is written for
+each as soon as a seed is through, so that a run cut off loses the open seed only. Encodings joined
+by dots, such as int2.int2.int2.int4.int4, are one for each layer.
 """
 
 import argparse
-import functools
 import json
 import multiprocessing
-import statistics
-import tempfile
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from encoding_round_trips import ROUND_TRIPS, RoundTrip, bytes_per_token, check_round_trips
+from acceptance_table import CONTROL, Outcomes, print_table
+from drafter_lanes import (
+    BatchShape,
+    FlatBatches,
+    Lane,
+    LaneSettings,
+    ResidentStates,
+    answer_batch,
+    filled_up,
+    flat_batch,
+    walked_lengths,
+)
+from encoding_round_trips import ROUND_TRIPS, check_round_trips
 from results import record
 
+from stage1_extract.encode import channel_scales_on, encode_on_device, encode_on_host
 from stage2_train.batches import Window, pack
-from stage2_train.blocks import Supervision, make_blocks, offset_weights
-from stage2_train.collate import EncodedLayer, PackedBatch, batch_of
+from stage2_train.blocks import Supervision, eligible_anchors, make_blocks, offset_weights
+from stage2_train.collate import EncodedLayer, batch_of
 from stage2_train.config import DrafterConfig, DrafterRun, TrainConfig
-from stage2_train.decode import LayerDecoder
+from stage2_train.decode import LayerDecoder, layer_decoders
 from stage2_train.device import choose_device, choose_dtype
 from stage2_train.drafter import Drafter, initialize
-from stage2_train.fast_path import FastPath, make_fast_path
-from stage2_train.optimizer import MasterAdamW, learning_rate
+from stage2_train.fast_path import make_fast_path
+from stage2_train.optimizer import learning_rate
 from stage2_train.preparation import architecture_for
-from stage2_train.step import batch_loss
-from stage2_train.target_head import TargetHead, load_target_head
-from stage2_train.walk import WalkSequence, supervised_runs, walk
+from stage2_train.target_head import load_target_head
+from storage.encodings import ENCODINGS, calibrate_channels
 from storage.order import permutation
-from storage.reader import open_store
+from storage.reader import Snapshot, open_store
+from storage.schema import LayerRecord
 
 CALIBRATION_TOKENS = 65_536
 """Training tokens from which scales, bases and predictors are taken."""
+SCALE_TOKENS = 16_384
+"""Those of them from which channel scales are taken."""
+DEFAULT_ENCODINGS = "bf16,bf16_again,fp8,int8,int4,int3,int2,klt2p"
 
-_ROUND_TRIP_TOKENS = 16_384
-_T_QUANTILE = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
-"""97.5% quantile of Student's t by degrees of freedom."""
+_ENCODED_TOKENS = 32_768
+_STEPS_OF_A_TASK = 50
 
 
 # --- data ---------------------------------------------------------------------------------------
 
 
-def write_lines(out_path: Path, sources: Sequence[Path], *, num_answers: int) -> None:
+def write_lines(
+    out_path: Path, answers: Path, greedy: Path, *, num_answers: int, num_held_out: int
+) -> None:
     """Writes answers kept as arrays (`kind`, `prompt_ids`, ...) as conversation lines.
 
-    The first source is trained on, `num_answers` of it; ids are `<kind>-<number>`.
+    The first half of `answers` is greedy, and its second half answers the same prompts. Of the
+    prompts `num_held_out`, spread evenly, are held out: of these the greedy answer is written, as
+    `<kind>_held_out`, the other is not. Ids are `<kind>-<number>`.
     """
-    with out_path.open("w", encoding="utf-8") as lines:
-        for place, source in enumerate(sources):
-            for number, (kind, prompt, answer) in enumerate(_answers(source)):
-                if place == 0 and number >= num_answers:
-                    break
-                if len(answer) >= 4:
-                    line = {
-                        "id": f"{kind}-{number:05d}",
-                        "token_ids": prompt + answer,
-                        "loss_mask": [0] * len(prompt) + [1] * len(answer),
-                    }
-                    lines.write(json.dumps(line) + "\n")
+    found = list(_answers(answers))
+    num_prompts = len(found) // 2
+    held_out = {int(place) for place in np.linspace(0, num_prompts - 1, num_held_out)}
+    lines = [(f"{kind}_held_out", *found[n][1:]) for n in sorted(held_out) for kind in found[n][:1]]
+    trained = [line for n, line in enumerate(found) if n % num_prompts not in held_out]
+    # Spread over the whole file where only some are taken: it is sorted by length.
+    chosen = np.linspace(0, len(trained) - 1, min(num_answers, len(trained))).astype(int)
+    lines += [trained[number] for number in chosen] + list(_answers(greedy))
+    with out_path.open("w", encoding="utf-8") as file:
+        for number, (kind, prompt, answer) in enumerate(lines):
+            if len(answer) >= 4:
+                line = {
+                    "id": f"{kind}-{number:05d}",
+                    "token_ids": prompt + answer,
+                    "loss_mask": [0] * len(prompt) + [1] * len(answer),
+                }
+                file.write(json.dumps(line) + "\n")
 
 
 def _answers(path: Path) -> Iterator[tuple[str, list[int], list[int]]]:
@@ -88,396 +111,581 @@ def _answers(path: Path) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
-    """A store's sequences in memory; states lie in a file that all processes map."""
+class Texts:
+    """A store's sequences without their states, sorted by id."""
 
-    store_dir: str
-    states_path: str
-    layers: tuple[str, ...]
-    hidden_size: int
     ids: list[str]
     token_ids: list[np.ndarray]
     loss_masks: list[np.ndarray]
+    starts: np.ndarray
+    """First row of each sequence among all states, and the end of the last one."""
+    trained: str
+    """First part of the ids that are trained on."""
 
-    @functools.cached_property
-    def starts(self) -> np.ndarray:
-        """First row of each sequence among all states, and the end of the last one."""
-        return np.concatenate([[0], np.cumsum([len(tokens) for tokens in self.token_ids])])
+    def of_suite(self, suite: str) -> list[int]:
+        """Sequences by the first part of their ids."""
+        return [n for n, name in enumerate(self.ids) if name.rsplit("-", 1)[0] == suite]
 
-    def suites(self, trained: str) -> dict[str, list[int]]:
-        """Sequences by suite, the first part of their ids; that which is trained is left out."""
-        found: dict[str, list[int]] = {}
-        for index, name in enumerate(self.ids):
-            found.setdefault(name.split("-")[0], []).append(index)
-        found.pop(trained, None)
-        return found
+    @property
+    def suites(self) -> list[str]:
+        """What is judged."""
+        return sorted({name.rsplit("-", 1)[0] for name in self.ids} - {self.trained})
 
-    def states(self) -> torch.Tensor:
-        """bf16 [tokens, layers * hidden], mapped from the file."""
-        shape = (int(self.starts[-1]), len(self.layers) * self.hidden_size)
-        bits = np.memmap(self.states_path, dtype=np.int16, mode="c", shape=shape)
-        return torch.from_numpy(bits).view(torch.bfloat16)
+    def supervision(self, index: int) -> Supervision:
+        """One sequence as blocks are made from it."""
+        return Supervision(
+            sequence_id=self.ids[index],
+            token_ids=self.token_ids[index],
+            loss_mask=self.loss_masks[index],
+        )
+
+    def state_rows(self, index: int) -> np.ndarray:
+        """Where the states of a sequence lie among all."""
+        return np.arange(self.starts[index], self.starts[index + 1])
 
 
-def read_data(store_dir: str, states_path: Path) -> Data:
-    """Reads a bf16 store whole; its states go into a file, sequence after sequence."""
-    store = open_store(store_dir)
-    snapshot = store.snapshot()
-    layers = tuple(name for name, layer in store.layers.items() if layer.encoding == "bf16")
-    if not layers or not snapshot.num_sequences:
-        raise SystemExit(f"{store_dir}: expected a filled store in bf16")
-    ids, token_ids, loss_masks = [], [], []
-    with states_path.open("wb") as file:
-        for index in sorted(range(snapshot.num_sequences), key=snapshot.sequence_id):
-            sequence = snapshot.read(index, layers=layers)
-            ids.append(sequence.sequence_id)
-            token_ids.append(sequence.token_ids.copy())
-            loss_masks.append(sequence.loss_mask.copy())
-            np.concatenate([sequence.states[name].data for name in layers], axis=1).tofile(file)
-    return Data(
-        store_dir=store_dir,
-        states_path=str(states_path),
-        layers=layers,
-        hidden_size=store.identity.hidden_size,
+def read_texts(snapshot: Snapshot, *, trained: str, probe: bool) -> tuple[Texts, list[int]]:
+    """The sequences of a store, and the index of each in the snapshot."""
+    order = sorted(range(snapshot.num_sequences), key=snapshot.sequence_id)
+    ids = [snapshot.sequence_id(index) for index in order]
+    if probe:
+        # A store of random states has one kind of sequence: a tenth of it is judged.
+        ids = [f"judged-{n:05d}" if n % 10 == 0 else name for n, name in enumerate(ids)]
+    read = [snapshot.read_tokens(index) for index in order]
+    token_ids = [tokens.copy() for tokens, _ in read]
+    texts = Texts(
         ids=ids,
         token_ids=token_ids,
-        loss_masks=loss_masks,
+        loss_masks=[mask.copy() for _, mask in read],
+        starts=np.concatenate([[0], np.cumsum([len(tokens) for tokens in token_ids])]),
+        trained=trained,
+    )
+    return texts, order
+
+
+def read_states(
+    snapshot: Snapshot, texts: Texts, order: Sequence[int], layers: Sequence[str]
+) -> list[torch.Tensor]:
+    """bf16 states of each layer, [tokens, hidden], on the host."""
+    shape = (int(texts.starts[-1]), snapshot.store.identity.hidden_size)
+    states = {name: np.empty(shape, np.uint16) for name in layers}
+
+    def read(number: int) -> None:
+        rows = slice(texts.starts[number], texts.starts[number + 1])
+        snapshot.read(
+            order[number], layers=layers, out={name: states[name][rows] for name in layers}
+        )
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(read, range(len(order))))
+    return [torch.from_numpy(states[name].view(np.int16)).view(torch.bfloat16) for name in layers]
+
+
+# --- states in an encoding ----------------------------------------------------------------------
+
+
+def resident_states(
+    encoding: str, states: Sequence[torch.Tensor], samples: Sequence[torch.Tensor]
+) -> ResidentStates:
+    """Encodes all states by the product's code; candidates are kept decoded, in bf16.
+
+    Args:
+        encoding: one name for all layers, or one for each, joined by dots.
+        states: bf16 [tokens, hidden] of each layer, on the device.
+        samples: tokens of each layer to calibrate on.
+    """
+    if encoding in ("bf16", CONTROL):
+        layers = [_with_zero_row(each) for each in states]
+    elif encoding.split(".")[0] in ENCODINGS:
+        names = encoding.split(".")
+        return _encoded(names * len(states) if len(names) == 1 else names, states, samples)
+    else:
+        layers = _decoded(encoding, states, samples)
+    return ResidentStates(
+        layers=[EncodedLayer(data=each, scales=None) for each in layers],
+        decoders=[LayerDecoder(encoding="bf16")] * len(states),
     )
 
 
-# --- one drafter --------------------------------------------------------------------------------
+def _with_zero_row(part: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part, part.new_zeros(1, *part.shape[1:])])
+
+
+def _encoded(
+    names: Sequence[str], states: Sequence[torch.Tensor], samples: Sequence[torch.Tensor]
+) -> ResidentStates:
+    hidden_size, device = states[0].shape[1], states[0].device
+    records = {}
+    for number, name in enumerate(names):
+        scales = None
+        if ENCODINGS[name].calibrated:
+            few = samples[number][:SCALE_TOKENS].float().cpu().numpy()
+            scales = tuple(calibrate_channels(few).tolist())
+        records[str(number)] = LayerRecord(
+            name=str(number), encoding=name, hidden_size=hidden_size, channel_scales=scales
+        )
+    channels = channel_scales_on(device, records, list(records))
+    pieces: dict[str, list[EncodedLayer]] = {name: [] for name in records}
+    for start in range(0, len(states[0]), _ENCODED_TOKENS):
+        part = {str(n): s[start : start + _ENCODED_TOKENS] for n, s in enumerate(states)}
+        if device.type == "cuda":
+            buffers = encode_on_device(part, records, channels)
+            for name, found in pieces.items():
+                scales_of = buffers.scales[name].clone()
+                found.append(EncodedLayer(data=buffers.data[name].clone(), scales=scales_of))
+        else:
+            for name, encoded in encode_on_host(part, records).encoded.items():
+                assert encoded.scales is not None
+                data, scales_of = torch.from_numpy(encoded.data), torch.from_numpy(encoded.scales)
+                pieces[name].append(EncodedLayer(data=data, scales=scales_of))
+    layers = [
+        EncodedLayer(
+            data=_with_zero_row(torch.cat([_as_bytes(each.data) for each in found])),
+            scales=_with_zero_row(
+                torch.cat([each.scales for each in found if each.scales is not None])
+            ),
+        )
+        for found in pieces.values()
+    ]
+    return ResidentStates(layers=layers, decoders=layer_decoders(records, list(records), device))
+
+
+def _as_bytes(codes: torch.Tensor) -> torch.Tensor:
+    # Not every operation knows fp8 numbers; decoding takes their bits.
+    return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
+
+
+def _decoded(
+    encoding: str, states: Sequence[torch.Tensor], samples: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    round_trip = ROUND_TRIPS[encoding]([each.float() for each in samples])
+    decoded = [each.new_zeros(len(each) + 1, each.shape[1]) for each in states]
+    for start in range(0, len(states[0]), _ENCODED_TOKENS):
+        rows = slice(start, start + _ENCODED_TOKENS)
+        found = round_trip([each[rows].float() for each in states])
+        for values, out in zip(found, decoded, strict=True):
+            out[start : start + len(values)] = values
+    return decoded
+
+
+def calibration_rows(texts: Texts) -> np.ndarray:
+    """Rows of tokens that are trained on, from which encodings are calibrated."""
+    trained = texts.of_suite(texts.trained)
+    chosen = [
+        texts.state_rows(trained[n]) for n in permutation(len(trained), seed=0, epoch=0, stream=0)
+    ]
+    return np.concatenate(chosen)[:CALIBRATION_TOKENS]
+
+
+# --- batches ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """One drafter: which encoding, which seed."""
-
-    encoding: str
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What all drafters share."""
+class BatchSettings:
+    """What the batches of all seeds share."""
 
     train: TrainConfig
-    drafter: DrafterConfig
-    trained: str
-    """First part of the ids that are trained on."""
-    deadline_s: float
-    """Time of `time.time` at which unfinished drafters are given up."""
+    shape: BatchShape
+    mask_token_id: int
 
 
-class Laboratory:
-    """What a process keeps between drafters: data, head, compiled functions."""
+_texts: Texts
+_settings: BatchSettings
 
-    def __init__(self, data: Data, settings: Settings):
-        self.data, self.settings = data, settings
-        self.device = choose_device()
-        self.dtype = choose_dtype(settings.train.dtype, self.device)
-        store = open_store(data.store_dir)
-        head = load_target_head(store)
-        run = DrafterRun(
-            drafter=settings.drafter,
-            train=settings.train,
-            store_dir=data.store_dir,
-            drafter_dir=Path("unused"),
-        )
-        self.architecture = architecture_for(run, store, head)
-        self.head: TargetHead = head.to(self.device, self.dtype)
-        self.fast_path: FastPath | None = None
-        if self.device.type == "cuda":
-            self.fast_path = make_fast_path(is_compiled=True)
-        self.weight_of_offset = offset_weights(
-            self.architecture.block_size,
-            gamma=settings.train.loss.gamma,
-            min_weight=settings.train.loss.min_weight,
-        )
 
-    def encoded_states(self, encoding: str) -> torch.Tensor:
-        """All states, encoded and decoded, [tokens + 1, layers * hidden]; the last row is zero."""
-        raw = self.data.states()
-        states = torch.zeros(len(raw) + 1, raw.shape[1], dtype=torch.bfloat16, device=self.device)
-        round_trip = self._calibrated(encoding, raw)
-        for start in range(0, len(raw), _ROUND_TRIP_TOKENS):
-            rows = raw[start : start + _ROUND_TRIP_TOKENS].to(self.device)
-            decoded = round_trip(self._by_layer(rows))
-            for layer, values in enumerate(decoded):
-                out = states[start : start + len(rows)]
-                out[:, layer * self.data.hidden_size : (layer + 1) * self.data.hidden_size] = values
-        return states
+def keep(texts: Texts, settings: BatchSettings) -> None:
+    """Makes a process ready to make batches."""
+    global _texts, _settings
+    torch.set_num_threads(1)
+    _texts, _settings = texts, settings
 
-    def _by_layer(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        return [part.float() for part in rows.split(self.data.hidden_size, dim=1)]
 
-    def _calibrated(self, encoding: str, raw: torch.Tensor) -> RoundTrip:
-        """The round trip of an encoding, calibrated on sequences that are trained on."""
-        chosen: list[torch.Tensor] = []
-        order = permutation(len(self.data.ids), seed=0, epoch=0, stream=0)
-        for index in order:
-            if sum(map(len, chosen)) >= CALIBRATION_TOKENS:
-                break
-            if self.data.ids[index].startswith(self.settings.trained):
-                chosen.append(raw[self.data.starts[index] : self.data.starts[index + 1]])
-        samples = torch.cat(chosen)[:CALIBRATION_TOKENS].to(self.device)
-        return ROUND_TRIPS[encoding](self._by_layer(samples))
-
-    def batches(self, seed: int) -> Iterator[PackedBatch]:
-        """Batches of all epochs, on the host, without states: row numbers stand in `layers`."""
-        train = self.settings.train
-        trained = [i for i, name in enumerate(self.data.ids) if self._is_trained(name)]
-        for epoch in range(1_000_000):
-            order = permutation(len(trained), seed=seed, epoch=epoch, stream=0)
-            windows = (
-                Window(
-                    sequence_index=trained[place],
-                    start=0,
-                    stop=min(train.batch_tokens, len(self.data.token_ids[trained[place]])),
-                )
-                for place in order
+def windows_of(seed: int, num_steps: int) -> list[tuple[int, list[Window]]]:
+    """(epoch, windows) of each step's batch, as the product orders and packs them."""
+    batch_tokens = _settings.train.batch_tokens
+    trained = _texts.of_suite(_texts.trained)
+    found: list[tuple[int, list[Window]]] = []
+    epoch = 0
+    while len(found) < num_steps:
+        windows = (
+            Window(
+                sequence_index=trained[place],
+                start=0,
+                stop=min(batch_tokens, len(_texts.token_ids[trained[place]])),
             )
-            for packed in pack(windows, batch_tokens=train.batch_tokens):
-                yield self._batch(packed, seed=seed, epoch=epoch)
+            for place in permutation(len(trained), seed=seed, epoch=epoch, stream=0)
+        )
+        found += [(epoch, packed) for packed in pack(windows, batch_tokens=batch_tokens)]
+        epoch += 1
+    return found[:num_steps]
 
-    def _is_trained(self, sequence_id: str) -> bool:
-        return sequence_id.split("-")[0] == self.settings.trained
 
-    def _batch(self, windows: Sequence[Window], *, seed: int, epoch: int) -> PackedBatch:
-        train = self.settings.train
+def make_batches(seed: int, first_step: int, num_steps: int) -> FlatBatches:
+    """The batches of some steps of a seed."""
+    train, shape = _settings.train, _settings.shape
+    weights = offset_weights(
+        shape.block_size, gamma=train.loss.gamma, min_weight=train.loss.min_weight
+    )
+    flat = []
+    for epoch, windows in windows_of(seed, first_step + num_steps)[first_step:]:
         blocks = make_blocks(
-            [
-                Supervision(
-                    sequence_id=self.data.ids[w.sequence_index],
-                    token_ids=self.data.token_ids[w.sequence_index][: w.stop],
-                    loss_mask=self.data.loss_masks[w.sequence_index][: w.stop],
-                )
-                for w in windows
-            ],
-            num_anchors=train.num_anchors,
-            weight_of_offset=self.weight_of_offset,
+            [_texts.supervision(window.sequence_index) for window in windows],
+            num_anchors=shape.num_anchors,
+            weight_of_offset=weights,
             seed=seed,
             epoch=epoch,
         )
-        positions = np.zeros(train.batch_tokens, np.int64)
-        rows = np.full(train.batch_tokens, self.data.starts[-1], np.int64)
-        num_real_tokens = sum(window.num_tokens for window in windows)
-        positions[:num_real_tokens] = np.concatenate([np.arange(w.stop) for w in windows])
-        rows[:num_real_tokens] = np.concatenate(
-            [self.data.starts[w.sequence_index] + np.arange(w.stop) for w in windows]
-        )
-        return batch_of(
+        num_tokens = sum(window.num_tokens for window in windows)
+        positions = np.zeros(shape.batch_tokens, np.int64)
+        positions[:num_tokens] = np.concatenate([np.arange(w.stop) for w in windows])
+        batch = batch_of(
             blocks,
-            layers=(EncodedLayer(data=torch.from_numpy(rows), scales=None),),
+            layers=(),
             positions=positions,
-            num_real_tokens=num_real_tokens,
-            mask_token_id=self.architecture.mask_token_id,
+            num_real_tokens=num_tokens,
+            mask_token_id=_settings.mask_token_id,
         )
+        rows = [_texts.state_rows(window.sequence_index) for window in windows]
+        flat.append(flat_batch(batch, filled_up(rows, shape.batch_tokens), shape))
+    return FlatBatches(
+        numbers=np.stack([numbers for numbers, _ in flat]),
+        weights=np.stack([weights for _, weights in flat]),
+    )
 
-    def with_states(self, batch: PackedBatch, states: torch.Tensor) -> PackedBatch:
-        """The batch on the device, its rows replaced by their states."""
-        if self.device.type == "cuda":
-            batch = batch.pinned()
-        batch = batch.to(self.device)
-        features = states[batch.layers[0].data]
-        parts = features.split(self.data.hidden_size, dim=1)
-        return replace(batch, layers=tuple(EncodedLayer(data=p, scales=None) for p in parts))
 
-    def train(self, task: Task, states: torch.Tensor, steps: int) -> Drafter | None:
-        """Trains one drafter; None when the time is up."""
-        train = self.settings.train
-        drafter = Drafter(self.architecture)
-        initialize(drafter, seed=task.seed)
-        optimizer = MasterAdamW(drafter, train.optimizer, device=self.device, dtype=self.dtype)
-        decoders = [LayerDecoder(encoding="bf16")] * len(self.data.layers)
-        for step, batch in zip(range(steps), self.batches(task.seed), strict=False):
-            if time.time() > self.settings.deadline_s:
+def judged_batches(texts: Texts, settings: BatchSettings) -> tuple[np.ndarray, list[list[int]]]:
+    """Batches with a block at every position of every judged answer, and the answers of each."""
+    groups: list[list[int]] = [[]]
+    num_tokens = num_blocks = 0
+    shape = settings.shape
+    for index in (index for suite in texts.suites for index in texts.of_suite(suite)):
+        tokens = len(texts.token_ids[index])
+        blocks = len(eligible_anchors(texts.loss_masks[index]))
+        if num_tokens + tokens > shape.batch_tokens or num_blocks + blocks > shape.num_anchors:
+            groups.append([])
+            num_tokens = num_blocks = 0
+        groups[-1].append(index)
+        num_tokens, num_blocks = num_tokens + tokens, num_blocks + blocks
+    numbers = [
+        answer_batch(
+            [texts.supervision(index) for index in group],
+            [texts.state_rows(index) for index in group],
+            shape,
+            mask_token_id=settings.mask_token_id,
+        )
+        for group in groups
+    ]
+    return np.stack(numbers), groups
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laboratory:
+    """All drafters of a seed side by side, with what they are judged on."""
+
+    texts: Texts
+    settings: BatchSettings
+    lanes: dict[str, Lane]
+    judged: torch.Tensor
+    """Numbers of the answers' batches, on the device."""
+    groups: list[list[int]]
+
+    def train(
+        self, seed: int, batches: Sequence[FlatBatches], deadline_s: float
+    ) -> dict[str, float] | None:
+        """Trains all drafters; gives the losses of the last step, None when the time is up."""
+        lanes = list(self.lanes.values())
+        device = lanes[0].settings.device
+        first = Drafter(lanes[0].settings.architecture)
+        initialize(first, seed=seed)
+        for name, lane in self.lanes.items():
+            weights = {key: value.detach() for key, value in first.named_parameters()}
+            if name == CONTROL:
+                weights = {key: value.bfloat16().float() for key, value in weights.items()}
+            lane.start(weights)
+        train, step = self.settings.train, 0
+        total_steps = train.max_steps or 1
+        for part in batches:
+            numbers = torch.from_numpy(part.numbers).to(device)
+            weights_of_rows = torch.from_numpy(part.weights).to(device)
+            _wait(device)
+            if time.time() > deadline_s:
                 return None
-            result = batch_loss(
-                drafter,
-                self.with_states(batch, states),
-                head=self.head,
-                decoders=decoders,
-                chunk_rows=train.loss.chunk_rows,
-                fast_path=self.fast_path,
-            )
-            result.loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step(learning_rate(step, total_steps=steps, config=train.optimizer))
-        return drafter
+            for each, row_weights in zip(numbers, weights_of_rows, strict=True):
+                rate = learning_rate(step, total_steps=total_steps, config=train.optimizer)
+                for lane in lanes:
+                    lane.step(each, row_weights, rate)
+                step += 1
+        return {name: lane.loss() for name, lane in self.lanes.items()}
 
-    def walk(self, drafter: Drafter, states: torch.Tensor) -> dict[str, float]:
-        """Acceptance length by suite."""
+    def judge(self) -> dict[str, dict[str, dict[str, float]]]:
+        """By drafter and suite: the walk's acceptance length, and the mean over all positions."""
+        num_anchors = self.settings.shape.num_anchors
+        accepted = {
+            name: torch.zeros(
+                (len(self.judged), num_anchors), dtype=torch.int64, device=self.judged.device
+            )
+            for name in self.lanes
+        }
+        _wait(self.judged.device)
+        for number, each in enumerate(self.judged):
+            for name, lane in self.lanes.items():
+                lane.judge(each, accepted[name][number])
+        _wait(self.judged.device)
+        return {name: self._suites(found.cpu().numpy()) for name, found in accepted.items()}
+
+    def _suites(self, accepted: np.ndarray) -> dict[str, dict[str, float]]:
+        walks: dict[str, list[float]] = {suite: [] for suite in self.texts.suites}
+        everywhere: dict[str, list[float]] = {suite: [] for suite in self.texts.suites}
+        for group, of_blocks in zip(self.groups, accepted, strict=True):
+            start = 0
+            for index in group:
+                suite = self.texts.ids[index].rsplit("-", 1)[0]
+                stop = start + len(eligible_anchors(self.texts.loss_masks[index]))
+                walks[suite].append(float(np.mean(walked_lengths(of_blocks[start:stop]))))
+                everywhere[suite].append(float(of_blocks[start:stop].mean()) + 1)
+                start = stop
         return {
-            suite: walk(
-                drafter, self.head, [self._answer(i, states) for i in indices], batch_tokens=65_536
-            ).acceptance_length
-            for suite, indices in self.data.suites(self.settings.trained).items()
+            suite: {"walk": float(np.mean(walks[suite])), "all": float(np.mean(everywhere[suite]))}
+            for suite in walks
         }
 
-    def _answer(self, index: int, states: torch.Tensor) -> WalkSequence:
-        (start, stop), *_ = supervised_runs(self.data.loss_masks[index])
-        first = self.data.starts[index]
-        return WalkSequence(
-            token_ids=self.data.token_ids[index][:stop].tolist(),
-            answer_start=start,
-            states=states[first : first + stop].to(self.dtype),
-        )
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
-_laboratory: Laboratory
-
-
-def start_process(data: Data, settings: Settings, first: Any, compiled: Any) -> None:
-    """Makes this process's laboratory; one process compiles, the others take its kernels."""
-    global _laboratory
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("highest")
-    _laboratory = Laboratory(data, settings)
-    if _laboratory.fast_path is None:
-        return
-    is_first = first.acquire(block=False)
-    if not is_first:
-        compiled.wait(120)
-    try:
-        zeros = torch.zeros(
-            int(data.starts[-1]) + 1,
-            len(data.layers) * data.hidden_size,
-            dtype=torch.bfloat16,
-            device=_laboratory.device,
-        )
-        _laboratory.train(Task(encoding="bf16", seed=0), zeros, steps=2)
-    finally:
-        compiled.set()
-
-
-def run_task(task: Task) -> tuple[Task, dict[str, float] | None, float]:
-    """Trains and walks one drafter in this process; None when the time was up."""
-    start_s = time.perf_counter()
-    states = _laboratory.encoded_states(task.encoding)
-    drafter = _laboratory.train(task, states, _laboratory.settings.train.max_steps or 1)
-    walked = None if drafter is None else _laboratory.walk(drafter, states)
-    return task, walked, time.perf_counter() - start_s
-
-
-# --- all of them --------------------------------------------------------------------------------
-
-
-def run_tasks(
-    data: Data, settings: Settings, tasks: Sequence[Task], *, num_processes: int
-) -> dict[Task, dict[str, float]]:
-    """Acceptance lengths of every drafter that was finished in time."""
-    context = multiprocessing.get_context("spawn")
-    found: dict[Task, dict[str, float]] = {}
+def run(arguments: argparse.Namespace) -> None:
+    """Trains and judges seed after seed until the time is up."""
+    start_s = time.time()
+    deadline_s = start_s + arguments.budget_s
+    check_round_trips()
+    say = _speaker(start_s)
+    store = open_store(arguments.store)
+    snapshot = store.snapshot()
+    texts, order = read_texts(snapshot, trained=arguments.trained, probe=arguments.probe)
+    train = TrainConfig.model_validate(
+        {
+            "max_steps": arguments.steps,
+            "batch_tokens": arguments.batch_tokens,
+            "num_anchors": arguments.anchors,
+            "optimizer": {"learning_rate": arguments.learning_rate},
+        }
+    )
+    drafter = DrafterConfig(
+        name="judged", mask_token_id=arguments.mask_token_id, block_size=arguments.block_size
+    )
+    head = load_target_head(store)
+    architecture = architecture_for(
+        DrafterRun(drafter=drafter, train=train, store_dir=arguments.store, drafter_dir="unused"),
+        store,
+        head,
+    )
+    settings = BatchSettings(
+        train=train,
+        shape=BatchShape(
+            batch_tokens=train.batch_tokens,
+            num_anchors=train.num_anchors,
+            block_size=architecture.block_size,
+        ),
+        mask_token_id=architecture.mask_token_id,
+    )
+    keep(texts, settings)
+    seeds = [arguments.first_seed + n * arguments.seed_step for n in range(arguments.seeds)]
+    say(f"{len(texts.ids)} sequences, {int(texts.starts[-1]):,} tokens, suites {texts.suites}")
+    # Started before the GPU is touched: forked processes share the texts and need no GPU.
     with ProcessPoolExecutor(
-        num_processes,
-        mp_context=context,
-        initializer=start_process,
-        initargs=(data, settings, context.Lock(), context.Event()),
+        arguments.processes, mp_context=multiprocessing.get_context("fork")
     ) as pool:
-        for future in as_completed([pool.submit(run_task, task) for task in tasks]):
-            task, walked, seconds = future.result()
-            if walked is not None:
-                found[task] = walked
-                lengths = ", ".join(f"{name} {value:.3f}" for name, value in walked.items())
-                print(f"{task.encoding} seed {task.seed}: {lengths} ({seconds:.0f} s)", flush=True)
-    return found
-
-
-def interval_of(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """(mean, low, high) of ratios, by the t interval of their logarithms."""
-    logs = np.log(ratios)
-    mean = float(logs.mean())
-    if len(logs) < 2:
-        return float(np.exp(mean)), 0.0, float("inf")
-    quantile = _T_QUANTILE.get(len(logs) - 1, 2.1)
-    half = quantile * float(logs.std(ddof=1)) / len(logs) ** 0.5
-    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
-
-
-def summarize(
-    found: dict[Task, dict[str, float]], encodings: Sequence[str], bytes_of: Callable[[str], float]
-) -> dict[str, tuple[float, str, str]]:
-    """Prints the table and gives the figures to record."""
-    mean = {task: statistics.fmean(walked.values()) for task, walked in found.items()}
-    figures: dict[str, tuple[float, str, str]] = {}
-    print("| encoding | bytes a token | acceptance | of bf16 | 95% interval | seeds |")
-    print("|---|---|---|---|---|---|")
-    for name in encodings:
-        seeds = sorted(
-            t.seed for t in mean if t.encoding == name and replace(t, encoding="bf16") in mean
+        ahead = [start_batches(pool, seed, arguments.steps) for seed in seeds[:1]]
+        layers = [str(layer_id) for layer_id in architecture.target_layer_ids]
+        host = read_states(snapshot, texts, order, layers)
+        say("read")
+        device = choose_device()
+        lane_settings = LaneSettings(
+            architecture=architecture,
+            head=head.to(device, choose_dtype(train.dtype, device)),
+            shape=settings.shape,
+            optimizer=train.optimizer,
+            chunk_rows=train.loss.chunk_rows,
+            device=device,
+            dtype=choose_dtype(train.dtype, device),
+            fast_path=make_fast_path(is_compiled=True) if device.type == "cuda" else None,
         )
-        if not seeds:
-            continue
-        values = [mean[Task(encoding=name, seed=seed)] for seed in seeds]
-        ratios = [
-            v / mean[Task(encoding="bf16", seed=s)] for v, s in zip(values, seeds, strict=True)
-        ]
-        ratio, low, high = interval_of(ratios)
-        value = statistics.fmean(values)
-        print(
-            f"| {name} | {bytes_of(name):,.0f} | {value:.3f} | {ratio:.4f} | "
-            f"{low:.4f} to {high:.4f} | {len(seeds)} |"
+        torch.set_float32_matmul_precision("highest")
+        states = [each.to(device) for each in host]
+        del host
+        rows = torch.from_numpy(calibration_rows(texts)).to(device)
+        samples = [each[rows] for each in states]
+        lanes = {}
+        for encoding in arguments.encodings.split(","):
+            lanes[encoding] = Lane(lane_settings, resident_states(encoding, states, samples))
+            lanes[encoding].record()
+            say(f"{encoding} is ready")
+        del states
+        judged, groups = judged_batches(texts, settings)
+        laboratory = Laboratory(
+            texts=texts,
+            settings=settings,
+            lanes=lanes,
+            judged=torch.from_numpy(judged).to(device),
+            groups=groups,
         )
-        note = f"{low:.4f} to {high:.4f} (95%, {len(seeds)} paired seeds); mean of the suites"
-        figures[f"encoding_{name}_acceptance_length"] = (value, "tokens", f"{len(seeds)} seeds")
-        if name != "bf16":
-            figures[f"encoding_{name}_acceptance_ratio"] = (ratio, "1", note)
-    return figures
+        for number, seed in enumerate(seeds):
+            ahead += [
+                start_batches(pool, each, arguments.steps) for each in seeds[number + 1 :][:1]
+            ]
+            seed_s = time.time()
+            losses = laboratory.train(seed, [f.result() for f in ahead.pop(0)], deadline_s)
+            if losses is None:
+                say(f"seed {seed}: the time is up")
+                break
+            trained_s = time.time() - seed_s
+            found = laboratory.judge()
+            judged_s = time.time() - seed_s - trained_s
+            write_rows(arguments.out, seed, arguments, losses, found)
+            lane_steps = arguments.steps * len(lanes)
+            say(
+                f"seed {seed}: {trained_s:.1f} s for {lane_steps} steps "
+                f"({1000 * trained_s / lane_steps:.2f} ms each), judged in {judged_s:.1f} s; "
+                + ", ".join(f"{n} {losses[n]:.3f} {_mean_walk(w):.3f}" for n, w in found.items())
+            )
+            if time.time() + trained_s + judged_s > deadline_s:
+                break
+        for futures in ahead:
+            for future in futures:
+                future.cancel()
+        if arguments.probe and device.type == "cuda":
+            print_profile(laboratory)
+
+
+def print_profile(laboratory: Laboratory) -> None:
+    """Prints what the kernels of one drafter's step take."""
+    lane = next(iter(laboratory.lanes.values()))
+    batches = make_batches(0, 0, 3)
+    numbers, weights = (
+        torch.from_numpy(each).to(lane.settings.device)
+        for each in (batches.numbers, batches.weights)
+    )
+    with torch.profiler.profile() as profile:
+        for each, row_weights in zip(numbers, weights, strict=True):
+            lane.step(each, row_weights, 1e-3)
+        torch.cuda.synchronize()
+    kernels = [each for each in profile.key_averages() if each.self_device_time_total > 0]
+    kernels.sort(key=lambda each: -each.self_device_time_total)
+    total = sum(each.self_device_time_total for each in kernels)
+    print(f"{total / 3000:.2f} ms of kernels a step, {sum(k.count for k in kernels) // 3} kernels")
+    for each in kernels[:24]:
+        print(f"{each.self_device_time_total / 3:8.0f} us {each.count / 3:6.1f} x {each.key[:90]}")
+
+
+def _speaker(start_s: float):  # type: ignore[no-untyped-def]
+    def say(text: str) -> None:
+        memory = ""
+        if torch.cuda.is_initialized():
+            memory = f", {torch.cuda.memory_allocated() / 1e9:.1f} GB"
+        print(f"[{time.time() - start_s:.0f} s{memory}] {text}", flush=True)
+
+    return say
+
+
+def start_batches(pool: ProcessPoolExecutor, seed: int, steps: int) -> list[Future[FlatBatches]]:
+    """Has all batches of a seed made, in order."""
+    return [
+        pool.submit(make_batches, seed, first, min(_STEPS_OF_A_TASK, steps - first))
+        for first in range(0, steps, _STEPS_OF_A_TASK)
+    ]
+
+
+def _mean_walk(suites: dict[str, dict[str, float]]) -> float:
+    return float(np.mean([each["walk"] for each in suites.values()]))
+
+
+def write_rows(
+    out_path: Path,
+    seed: int,
+    arguments: argparse.Namespace,
+    losses: dict[str, float],
+    found: dict[str, dict[str, dict[str, float]]],
+) -> None:
+    """Appends one JSON line for each drafter of a seed."""
+    with out_path.open("a", encoding="utf-8") as file:
+        for name, suites in found.items():
+            row = {
+                "encoding": name,
+                "seed": seed,
+                "steps": arguments.steps,
+                "anchors": arguments.anchors,
+                "block_size": arguments.block_size,
+                "loss": losses[name],
+                "suites": suites,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+# --- the command --------------------------------------------------------------------------------
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("store", help="a store in bf16, or `lines`")
-    parser.add_argument("paths", nargs="*", type=Path, help="with `lines`: OUT ANSWERS EVAL")
-    parser.add_argument("--answers", type=int, default=3500, help="with `lines`: answers taken")
-    parser.add_argument("--encodings", default="bf16,fp8,int8,int4,int3,int2")
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--anchors", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
-    parser.add_argument("--mask-token-id", type=int)
-    parser.add_argument("--trained", default="math", help="first part of the ids to train on")
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--budget-s", type=float, default=400.0)
-    parser.add_argument("--no-record", action="store_true", help="print only")
+    commands = parser.add_subparsers(dest="command", required=True)
+    lines = commands.add_parser("lines", help="write conversations from arrays of answers")
+    lines.add_argument("out", type=Path)
+    lines.add_argument("answers", type=Path, help="greedy answers, then others to the same prompts")
+    lines.add_argument("greedy", type=Path, help="greedy answers to judge, of several kinds")
+    lines.add_argument("--answers-trained", type=int, default=10**9, help="at most so many")
+    lines.add_argument("--held-out", type=int, default=600, help="prompts held out")
+    train = commands.add_parser("train", help="train and judge, seed after seed")
+    train.add_argument("store", help="a store in bf16")
+    train.add_argument("--out", type=Path, default=Path("acceptance.jsonl"))
+    train.add_argument("--encodings", default=DEFAULT_ENCODINGS)
+    train.add_argument("--seeds", type=int, default=8, help="how many")
+    train.add_argument("--first-seed", type=int, default=0)
+    train.add_argument("--seed-step", type=int, default=1)
+    train.add_argument("--steps", type=int, default=2000)
+    train.add_argument("--batch-tokens", type=int, default=4096)
+    train.add_argument("--anchors", type=int, default=512)
+    train.add_argument("--block-size", type=int, default=16)
+    train.add_argument("--learning-rate", type=float, default=1.5e-3)
+    train.add_argument("--mask-token-id", type=int)
+    train.add_argument("--trained", default="math", help="first part of the ids to train on")
+    train.add_argument("--processes", type=int, default=6, help="that make batches")
+    train.add_argument("--budget-s", type=float, default=400.0)
+    train.add_argument("--probe", action="store_true", help="a store of random states: judge some")
+    shown = commands.add_parser("table", help="the table of what was trained")
+    shown.add_argument("rows", type=Path, nargs="+")
+    shown.add_argument("--hidden-size", type=int, default=576)
+    shown.add_argument("--layers", type=int, default=5)
+    shown.add_argument("--device", default="NVIDIA H200")
+    shown.add_argument("--no-record", action="store_true", help="print only")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Trains, walks, prints, records."""
+    """Runs one command."""
     arguments = parse_arguments()
-    if arguments.store == "lines":
-        out_path, *sources = arguments.paths
-        write_lines(out_path, sources, num_answers=arguments.answers)
-        return
-    deadline_s = time.time() + arguments.budget_s
-    encodings = arguments.encodings.split(",")
-    check_round_trips()
-    settings = Settings(
-        train=TrainConfig.model_validate(
-            {
-                "max_steps": arguments.steps,
-                "batch_tokens": arguments.batch_tokens,
-                "num_anchors": arguments.anchors,
-                "optimizer": {"learning_rate": arguments.learning_rate},
-            }
-        ),
-        drafter=DrafterConfig(name="judged", mask_token_id=arguments.mask_token_id),
-        trained=arguments.trained,
-        deadline_s=deadline_s,
-    )
-    tasks = [Task(encoding=e, seed=s) for s in range(arguments.seeds) for e in encodings]
-    with tempfile.TemporaryDirectory() as folder:
-        data = read_data(arguments.store, Path(folder, "states"))
-        print(f"{len(data.ids)} sequences, {int(data.starts[-1]):,} tokens", flush=True)
-        found = run_tasks(data, settings, tasks, num_processes=arguments.processes)
-    figures = summarize(
-        found, encodings, lambda name: len(data.layers) * bytes_per_token(name, data.hidden_size)
-    )
-    if not arguments.no_record:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        record("Acceptance by encoding", figures, device=device, packages=("torch", "triton"))
+    if arguments.command == "lines":
+        write_lines(
+            arguments.out,
+            arguments.answers,
+            arguments.greedy,
+            num_answers=arguments.answers_trained,
+            num_held_out=arguments.held_out,
+        )
+    elif arguments.command == "train":
+        run(arguments)
+    else:
+        outcomes = Outcomes.read(arguments.rows)
+        figures = print_table(
+            outcomes, hidden_size=arguments.hidden_size, num_layers=arguments.layers
+        )
+        if not arguments.no_record:
+            packages = ("torch", "triton")
+            record("Acceptance by encoding", figures, device=arguments.device, packages=packages)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from encoding_acceptance import Data, Laboratory, Settings, Task, interval_of, read_data
 from results import record
+from small_drafters import Data, Laboratory, Settings, Task, interval_of, read_data
 
 from stage2_train.config import DrafterConfig, TrainConfig
 from stage2_train.decode import LayerDecoder
