@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from dflash_offline.launched import child_environment
+from dflash_offline.near_gpu import near_cores, on_cores, thread_limits
 
 EXIT_STOPPED_EARLY = 75
 """Exit code of work that stopped at a signal and can be resumed (EX_TEMPFAIL)."""
@@ -122,6 +123,7 @@ def run_jobs(
     free = list(places)
     waiting = list(jobs)
     failure = 0
+    limits = thread_limits(len(places))
     running: dict[str, tuple[subprocess.Popen[str], list[Slot]]] = {}
     exit_codes: dict[str, int] = {}
     lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
@@ -131,7 +133,8 @@ def run_jobs(
             while waiting and len(free) >= waiting[0].num_places and not stopping.is_set():
                 job = waiting.pop(0)
                 taken, free = free[: job.num_places], free[job.num_places :]
-                running[job.name] = (_start(job, joined(taken), lines), taken)
+                environment = {**limits, **os.environ, **joined(taken)}
+                running[job.name] = (_start(job, environment, lines), taken)
                 if stopping.is_set():
                     running[job.name][0].terminate()
             if stopping.is_set():
@@ -188,21 +191,18 @@ def _start(
     job: Job, environment: Mapping[str, str], lines: "queue.Queue[tuple[str, str | None]]"
 ) -> subprocess.Popen[str]:
     job.log_path.parent.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dflash_offline.cli", *job.arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={
-            **os.environ,
-            **environment,
-            **child_environment(job.log_path),
-            "PYTHONUNBUFFERED": "1",
-        },
-        # Ctrl-C reaches the launcher alone, which passes one signal on: none arrives twice.
-        start_new_session=True,
-    )
+    devices = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    with on_cores(near_cores(list(filter(None, devices)))):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dflash_offline.cli", *job.arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**environment, **child_environment(job.log_path), "PYTHONUNBUFFERED": "1"},
+            # Ctrl-C reaches the launcher alone, which passes one signal on: none arrives twice.
+            start_new_session=True,
+        )
     threading.Thread(target=_forward_output, args=(job, process, lines), daemon=True).start()
     return process
 
@@ -250,4 +250,4 @@ def _signals_passed_on(
 def visible_device(gpu: int) -> str:
     """The name CUDA knows a GPU by, inside a scheduler's own selection."""
     selected = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return selected.split(",")[gpu] if selected else str(gpu)
+    return selected.split(",")[gpu].strip() if selected else str(gpu)

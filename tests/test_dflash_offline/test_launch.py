@@ -50,6 +50,27 @@ def test_each_job_gets_the_environment_of_its_place(python_jobs: Callable[[str, 
     assert lines == ["5"]
 
 
+def test_limits_on_threads_give_way_to_those_of_the_user(
+    python_jobs: Callable[[str, str], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    names = "'OMP_NUM_THREADS', 'TORCHINDUCTOR_COMPILE_THREADS'"
+    lines: list[str] = []
+    run_jobs(
+        [python_jobs("a", f"import os; print(*(os.environ[name] for name in ({names})))")],
+        places=[Slot(environment={})] * 1000,
+        show_line=lambda name, line: lines.append(line),
+    )
+    assert lines == ["3 1"]
+
+
+def test_a_gpu_is_named_as_the_scheduler_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5c, GPU-77,2")
+    found = slots([1, 2], available_gpus=3, cpu_processes=1, first=True)
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in found] == ["GPU-77", "2"]
+
+
 def test_a_signal_reaches_running_jobs_and_starts_no_queued_one(
     python_jobs: Callable[[str, str], Job],
 ) -> None:
