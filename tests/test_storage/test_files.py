@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from storage import files
 from storage.errors import StoreError, StoreWriteError, explain_os_errors
 from storage.files import LocalFiles
 from storage.reader import open_store
@@ -197,3 +198,33 @@ def test_a_file_that_the_client_remembers_as_missing_is_found(
 def _read(descriptor: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         return file.read()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_written_goes_to_disk_early_each_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """Whether or not the system can be asked for it, the file is the same."""
+    asked: list[tuple[int, int]] = []
+
+    def note(_: int, offset: int, num_bytes: int, __: int) -> int:
+        asked.append((offset, num_bytes))
+        return 0
+
+    monkeypatch.setattr(files, "_WRITE_BACK_BYTES", 10)
+    monkeypatch.setattr(files, "_sync_file_range", lambda: note if is_known else None)
+    stream = LocalFiles(tmp_path).append_stream("a/file")
+    pieces = [b"0123", b"456", b"789abc", b"d" * 25, b"e"]
+    for piece in pieces:
+        stream.write(piece)
+    stream.close()
+    assert (tmp_path / "a/file").read_bytes() == b"".join(pieces)
+    assert asked == ([(0, 13), (13, 25)] if is_known else [])
+
+
+def test_the_system_takes_the_hint(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"x" * 5000)
+        file.flush()
+        files.begin_write_back(file.fileno(), offset=0, num_bytes=5000)
+    assert (tmp_path / "file").read_bytes() == b"x" * 5000
