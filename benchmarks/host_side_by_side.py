@@ -1,0 +1,223 @@
+"""All workers and drafters of a host, started once, of which some are halted at a time."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from host_figures import Figures, figures_of_window, ratios
+from host_runs import (
+    DRAFTER_NAMES,
+    POLL_S,
+    WARMUP_RECORDS,
+    Host,
+    hand_over_cache,
+    keep_metrics,
+    running,
+)
+from host_watch import Window, note, note_window, process_of, train_records, worker_records
+
+READY_S = 300.0
+# After a halt: a worker has up to eight batches under way, and hands them on at once when woken.
+SETTLE_S = 4.0
+WINDOWS = ("together", "extract", "train", "kill")
+
+
+@dataclass(kw_only=True)
+class SideBySide:
+    """Workers and drafters of one run, all started, some of them halted."""
+
+    host: Host
+    run_file: Path
+    workers: list[int]
+    drafters: list[str]
+    gpu_of: dict[str, int]
+    """By `worker 0` or a drafter's name, as the run file counts GPUs."""
+    show: Callable[[Figures], None]
+    paces: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Tokens a second by window and process."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return self.host.work / self.run_file.stem
+
+    @property
+    def events(self) -> Path:
+        """The notes of this run."""
+        return self.host.notes / f"{self.run_file.stem}.jsonl"
+
+    def pid(self, name: str) -> int | None:
+        """The process of a worker or drafter."""
+        argument, value = (
+            ("--worker", name.split()[1]) if name.startswith("worker ") else ("--drafter", name)
+        )
+        return process_of(self.run_file, argument, value)
+
+    def everybody(self) -> list[str]:
+        """All that are alive, as far as we know."""
+        return [*(f"worker {index}" for index in self.workers), *self.drafters]
+
+    def send(self, names: Sequence[str], number: signal.Signals) -> None:
+        """Sends a signal to some."""
+        for name in names:
+            if (pid := self.pid(name)) is not None:
+                os.kill(pid, number)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a process works at its pace: it has logged what is worth counting."""
+        if name.startswith("worker "):
+            return len(worker_records(self.run_dir, int(name.split()[1]))) >= WARMUP_RECORDS
+        return len(train_records(self.run_dir, name)) >= WARMUP_RECORDS
+
+    def wait_until_ready(self, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Waits until all work.
+
+        Raises:
+            ValueError: a launcher ended, or it takes too long.
+        """
+        start_s = time.monotonic()
+        for name in self.everybody():
+            while not self.is_ready(name):
+                time.sleep(POLL_S)
+                if any(each.poll() is not None for each in launchers):
+                    raise ValueError("a command ended before all worked; see its log in the notes")
+                if time.monotonic() - start_s > READY_S:
+                    raise ValueError(f"{name} does not work after {READY_S:.0f} s; see its log")
+            note(self.events, event="ready", name=name)
+        seconds = time.monotonic() - start_s
+        about = f"{len(self.workers)} workers and {len(self.drafters)} drafters"
+        key = f"host_{self.run_file.stem}_start_s"
+        self.show({key: (seconds, "s", f"until {about} work, from what was compiled before")})
+
+    def window(
+        self, name: str, workers: Sequence[int], drafters: Sequence[str], *, seconds: float
+    ) -> None:
+        """Lets some run alone for a while, and says what they did."""
+        chosen = [*(f"worker {index}" for index in workers), *drafters]
+        halted = [each for each in self.everybody() if each not in chosen]
+        self.send(halted, signal.SIGSTOP)
+        self.send(chosen, signal.SIGCONT)
+        time.sleep(SETTLE_S if workers else SETTLE_S / 2)
+        self.measure(name, workers, drafters, seconds=seconds)
+
+    def measure(
+        self, name: str, workers: Sequence[int], drafters: Sequence[str], *, seconds: float
+    ) -> None:
+        """Watches what runs for a while, and says what it did."""
+        start_s = time.time()
+        time.sleep(seconds)
+        window = Window(
+            name=name,
+            start_s=start_s,
+            stop_s=time.time(),
+            workers=tuple(workers),
+            drafters=tuple(drafters),
+        )
+        note_window(self.events, window)
+        figures, rates = figures_of_window(
+            window,
+            run_dir=self.run_dir,
+            samples=self.host.notes / "gpus.csv",
+            gpu_of=self.gpu_of,
+            key=f"host_{self.run_file.stem.replace('-', '_')}_{name}",
+        )
+        self.paces[name] = rates
+        self.show(figures)
+
+    def kill(self, seconds: float) -> None:
+        """Ends a worker and a drafter with SIGKILL; the others are watched before and after."""
+        workers, drafters = list(self.workers), list(self.drafters)
+        self.window("before_kill", workers, drafters, seconds=seconds)
+        victims = [f"worker {workers.pop()}"] if len(workers) > 1 else []
+        if len(drafters) > 1:
+            victims.append(drafters.pop())
+        self.send(victims, signal.SIGKILL)
+        note(self.events, event="killed", names=victims)
+        self.workers, self.drafters = workers, drafters
+        # At once: what a death, and the start of a queued drafter, cost the others is looked for.
+        self.measure("after_kill", workers, drafters, seconds=1.5 * seconds)
+        self.show(self.ratios("after_kill", "before_kill", f"killed: {', '.join(victims)}"))
+
+    def ratios(self, name: str, reference: str, about: str) -> Figures:
+        """Rates of one window over those of another, for the processes of both."""
+        key = f"host_{self.run_file.stem.replace('-', '_')}"
+        return ratios(
+            self.paces.get(name, {}),
+            self.paces.get(reference, {}),
+            key=f"{key}_{name}",
+            note=about,
+        )
+
+
+def side_by_side(
+    host: Host,
+    *,
+    extract_gpus: Sequence[int],
+    train_gpus: Sequence[int],
+    windows: Sequence[str],
+    seconds: float,
+    show: Callable[[Figures], None],
+) -> None:
+    """Starts all workers and drafters once, and watches them in turns."""
+    name = f"{len(extract_gpus)}-{len(train_gpus)}"
+    drafters = list(DRAFTER_NAMES[: len(train_gpus)])
+    changes: dict[str, dict[str, Any]] = {}
+    if torch.cuda.is_available():
+        changes["extract"] = host.table["extract"] | {"gpus": list(extract_gpus)}
+        changes["launch"] = {"gpus": list(train_gpus)}
+    else:
+        changes["extract"] = host.table["extract"] | {"num_workers": len(extract_gpus)}
+        changes["launch"] = {"max_processes": len(train_gpus)}
+    queued = list(DRAFTER_NAMES[: len(train_gpus) + 1])
+    run_file = host.run_file(name, changes=changes, drafters=queued)
+    hand_over_cache(host, run_file, queued)
+    run = SideBySide(
+        host=host,
+        run_file=run_file,
+        workers=list(range(len(extract_gpus))),
+        drafters=drafters,
+        gpu_of={f"worker {index}": gpu for index, gpu in enumerate(extract_gpus)}
+        | dict(zip(drafters, train_gpus, strict=True)),
+        show=show,
+    )
+    with (
+        running(host, "extract", run_file) as extraction,
+        running(host, "train", run_file) as training,
+    ):
+        run.wait_until_ready([extraction, training])
+        try:
+            watch(run, windows, seconds=seconds)
+        finally:
+            run.send(run.everybody(), signal.SIGCONT)
+            keep_metrics(host, run_file)
+
+
+def watch(run: SideBySide, windows: Sequence[str], *, seconds: float) -> None:
+    """The windows of a run, by kind: all together, extraction alone, training alone, deaths."""
+    workers, drafters = list(run.workers), list(run.drafters)
+    if "together" in windows:
+        run.window("together", workers, drafters, seconds=seconds)
+    if "extract" in windows:
+        run.window("extract_all", workers, [], seconds=0.8 * seconds)
+        if len(workers) > 1:
+            run.window("extract_one", workers[:1], [], seconds=0.8 * seconds)
+    if "train" in windows:
+        for drafter in drafters:
+            run.window(f"alone_{drafter}", [], [drafter], seconds=0.6 * seconds)
+        run.paces["alone"] = {
+            drafter: rate
+            for each in drafters
+            for drafter, rate in run.paces[f"alone_{each}"].items()
+        }
+        for count in range(2, len(drafters) + 1):
+            run.window(f"train_{count}", [], drafters[:count], seconds=0.6 * seconds)
+            run.show(run.ratios(f"train_{count}", "alone", "over the rate of it alone"))
+        run.show(run.ratios("together", "alone", "beside extraction, over the rate of it alone"))
+    if "kill" in windows:
+        run.kill(0.8 * seconds)
