@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int32
 from results import record
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -35,11 +36,11 @@ from stage1_extract.sequences import TokenSequence
 from stage1_extract.signals import StopRequest
 from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
-from stage1_extract.worker import Worker, pipeline_of
+from stage1_extract.worker import UnitContent, Worker, pipeline_of
 from stage1_extract.worker_metrics import WorkerMetrics
 from storage.encodings import ENCODINGS, encoded_bytes_per_token
 from storage.reader import open_store
-from storage.schema import LayerRecord, StoreIdentity
+from storage.schema import LayerRecord, StoreIdentity, UnitId
 from storage.writer import create_store
 
 PACKAGES = ("torch", "triton", "transformers")
@@ -74,9 +75,9 @@ class BenchmarkWorker(Worker):
 
     sequences: dict[str, TokenSequence] = field(default_factory=dict)
 
-    def read_unit(self, unit: Any) -> tuple[list[TokenSequence], dict[str, Any]]:
+    def read_unit(self, unit: UnitId) -> UnitContent:
         """The unit's sequences, of which all are usable."""
-        return [self.sequences[name] for name in self.store.sequences_of(unit)], {}
+        return UnitContent(sequences=[self.sequences[n] for n in self.store.sequences_of(unit)])
 
 
 def make_target(arguments: argparse.Namespace, device: str) -> TransformersTarget:
@@ -215,13 +216,14 @@ def run_store(
     with pipeline_of(worker) as worker.pipeline:
         worker.metrics.restart_clock()
         start_s = time.perf_counter()
-        for unit in worker.store.units():
-            worker.extract_unit(unit)
+        worker.extract_units(worker.store.units())
         synchronize(worker.target.device)
         computed_s = time.perf_counter() - start_s
     elapsed_s = time.perf_counter() - start_s
-    print(worker.metrics.summary(), flush=True)
+    summary = worker.metrics.summary()
+    print(summary, flush=True)
     counts, shares = worker.metrics.counts, worker.metrics.fraction
+    lost = (shares("encode") + shares("wait") + shares("idle")) / max(shares("forward"), 1e-9)
     worker.metrics.close()
     assert counts.num_sequences == len(worker.sequences)
     error = stored_error(worker, arguments)
@@ -230,15 +232,15 @@ def run_store(
     )
     store_dir = Path(worker.run.store_dir)
     written = sum(path.stat().st_size for path in store_dir.rglob("*") if path.is_file())
-    lost = (shares("encode") + shares("wait") + shares("idle")) / max(shares("forward"), 1e-9)
     where = "memory" if place.startswith("/dev/shm") else "disk"
     kind = (arguments.target or arguments.shape).split("/")[-1].split(":")[-1]
     prefix = "stage1_" + (f"{kind}_" if arguments.target else "")
     prefix += "ragged_" if arguments.ragged else ""
+    prefix += "" if arguments.encoding == "fp8" else f"{arguments.encoding}_"
     note = (
         f"{kind}, {counts.num_tokens} tokens, batches of"
         f" {arguments.batch_sequences} x {arguments.sequence_tokens}, 5 layers,"
-        f" {arguments.encoding}, store in {where}; {worker.metrics.summary().split(' | ')[1]}"
+        f" {arguments.encoding}, store in {where}; {summary.split(' | ')[1]}"
     )
     figures = {
         f"{prefix}store_tok_s": (counts.num_tokens / elapsed_s, "tokens/s", note),
@@ -261,7 +263,18 @@ def run_store(
         ),
         f"{prefix}stored_error": (error, "fraction", "stored states against a plain forward pass"),
     }
+    if arguments.ragged:
+        figures[f"{prefix}fill_fraction"] = (
+            counts.num_tokens / sum(rows_of(worker)),
+            "fraction",
+            "real tokens over those computed",
+        )
     if forward_s is not None:
+        figures[f"{prefix}forward_tok_s"] = (
+            counts.num_tokens / forward_s,
+            "tokens/s",
+            "the same forward passes alone, nothing kept",
+        )
         figures[f"{prefix}slowdown_fraction"] = (
             computed_s / forward_s - 1,
             "fraction",
@@ -291,15 +304,30 @@ def stored_error(worker: BenchmarkWorker, arguments: argparse.Namespace) -> floa
     return worst
 
 
-def forward_only_s(worker: BenchmarkWorker) -> float:
-    """Time of our forward passes alone, over the same batches."""
-    layers = list(worker.layers)
+def batches_of(worker: BenchmarkWorker) -> list[list[Int32[np.ndarray, "_"]]]:
+    """Token ids of all batches of all units."""
     batches = []
     for unit in worker.store.units():
-        sequences, _ = worker.read_unit(unit)
+        sequences = worker.read_unit(unit).sequences
         lengths = [each.num_tokens for each in sequences]
         for batch in batches_for(worker.target.batching, lengths, batch_tokens=worker.batch_tokens):
             batches.append([sequences[index].token_ids for index in batch])
+    return batches
+
+
+def rows_of(worker: BenchmarkWorker) -> list[int]:
+    """Tokens that each forward pass computes, those that fill a compiled row up included."""
+    lengths = [sum(map(len, batch)) for batch in batches_of(worker)]
+    if worker.target.compiled is None:
+        return lengths
+    rows = row_sizes(worker.batch_tokens)
+    return [next(row for row in rows if row >= length) for length in lengths]
+
+
+def forward_only_s(worker: BenchmarkWorker) -> float:
+    """Time of our forward passes alone, over the same batches."""
+    layers = list(worker.layers)
+    batches = batches_of(worker)
     for warm_up in (True, False):
         synchronize(worker.target.device)
         start_s = time.perf_counter()

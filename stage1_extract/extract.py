@@ -86,9 +86,7 @@ def lead_worker(
             worker.prove(proof_units(store, order))
             metrics.restart_clock()
             with pipeline_of(worker) as worker.pipeline:
-                for unit in order:
-                    if not stop and not store.is_committed(unit):
-                        worker.extract_unit(unit)
+                worker.extract_units(order)
         finally:
             metrics.close()
     print(metrics.summary(), flush=True)

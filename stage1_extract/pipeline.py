@@ -1,5 +1,6 @@
 """The pipeline of a GPU worker: encode, copy and write beside the next forward passes.
 
+    reading thread  conversations of the next unit to tokens
     main thread     forward | encode | forward | encode | forward ...     (only handed over)
     copy stream               copy to pinned memory | copy ...
     writer threads                          append | append | seal (flush to disk) ...

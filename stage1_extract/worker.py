@@ -1,15 +1,16 @@
 """The worker: what one process, or the first of a group, does with one unit after another."""
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int32
 from numpy import ndarray
 
+from stage1_extract.ahead import one_ahead
 from stage1_extract.batches import batches_for, row_sizes
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations
@@ -57,6 +58,15 @@ def pipeline_of(worker: "Worker") -> Iterator[Pipeline | None]:
 
 
 @dataclass(kw_only=True)
+class UnitContent:
+    """The conversations of a unit as tokens."""
+
+    sequences: list[TokenSequence] = field(default_factory=list)
+    unusable: dict[str, UnusableConversationError] = field(default_factory=dict)
+    """By id what is wrong with those that cannot be used."""
+
+
+@dataclass(kw_only=True)
 class Worker:
     """What one worker process holds while it goes from unit to unit."""
 
@@ -79,31 +89,41 @@ class Worker:
         """Checks the states of a few sequences against plain forward passes; saves the head.
 
         The longest sequence of the unit is among them, whole: windows and chunks show only there.
-        Sequences with NaN or infinity prove nothing and are left out.
+        Sequences with NaN or infinity prove nothing and are left out. Units without a usable
+        sequence are passed over, and when there is no other one that is said: nothing can be
+        stored then, and the head is saved when there is.
 
         Raises:
             ValueError: States or head follow no rule that stage 2 could rely on, or all sequences
                 tried give NaN.
         """
-        num_tried = 0
-        for unit in islice(units, _PROOF_UNITS):
-            usable, _ = self.read_unit(unit)
+        num_tried = num_units = 0
+        for unit in units:
+            usable = self.read_unit(unit).sequences
             if not usable:
                 continue
             proof = [each.token_ids[:_PROOF_TOKENS] for each in usable[:_PROOF_SEQUENCES]]
             proof.append(max(usable, key=lambda each: each.num_tokens).token_ids)
             finite = [token_ids for token_ids in proof if self.is_finite(token_ids)]
-            num_tried += len(proof)
             if finite:
                 self.choose_way(finite)
                 save_head(self.store, self.run, self.target, token_ids=finite[0])
                 return
+            num_tried, num_units = num_tried + len(proof), num_units + 1
+            if num_units == _PROOF_UNITS:
+                break
         if num_tried:
             raise ValueError(
                 f"target.model: {self.run.target.model} gives NaN or infinity for all {num_tried}"
                 f" sequences tried; check its weights, and target.dtype = {self.run.target.dtype}"
                 " (float16 overflows where bfloat16 does not)"
             )
+        print(
+            "no conversation of these units can be used: there is nothing to store, and no head of"
+            " the target is saved",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def is_finite(self, token_ids: Int32[ndarray, "tokens"]) -> bool:
         """Whether a plain forward pass of a sequence gives finite states in all layers."""
@@ -140,14 +160,26 @@ class Worker:
             return False
         return self.target.device.startswith("cuda") if wanted is None else wanted
 
-    def extract_unit(self, unit: UnitId) -> None:
+    def extract_units(self, units: Iterable[UnitId]) -> None:
+        """Computes and commits units one after another, until a stop is asked for.
+
+        On a GPU the next unit's conversations become tokens while the present one is computed.
+        """
+        still_open = (unit for unit in units if not self.store.is_committed(unit))
+        one_by_one = ((unit, self.read_unit(unit)) for unit in still_open)
+        is_beside = self.pipeline is not None
+        for unit, content in one_ahead(self.read_unit, still_open) if is_beside else one_by_one:
+            if self.stop:
+                return
+            self.extract_unit(unit, content)
+
+    def extract_unit(self, unit: UnitId, content: "UnitContent") -> None:
         """Computes a unit and commits it whole, or drops it.
 
         It is dropped when a stop leaves no time for it, or when another worker commits it first.
         With a pipeline the commit comes later, by the time the pipeline is drained.
         """
-        with self.metrics.timed("tokenize"):
-            sequences, unusable = self.read_unit(unit)
+        sequences = content.sequences
         batches = batches_for(
             self.target.batching,
             [each.num_tokens for each in sequences],
@@ -155,7 +187,7 @@ class Worker:
         )
         pace = _Pace(sum(each.num_tokens for each in sequences))
         with self.open_shard(unit) as shard:
-            shard.skip(unusable)
+            shard.skip(content.unusable)
             for batch in batches:
                 out_of_time = self.stop and not pace.ends_in(
                     self.stop.seconds_left(self.run.extract.stop_grace_s)
@@ -171,26 +203,25 @@ class Worker:
         shard = OpenShard(self.store.start_shard(unit), self.layers, self.metrics)
         return shard if self.pipeline is None else self.pipeline.open(shard)
 
-    def read_unit(
-        self, unit: UnitId
-    ) -> tuple[list[TokenSequence], dict[str, UnusableConversationError]]:
-        """The unit's sequences, and by id what is wrong with those that cannot be used."""
-        usable, unusable = [], {}
-        for sequence_id in self.store.sequences_of(unit):
-            try:
-                sequence = run_sequence(
-                    self.run,
-                    self.conversations,
-                    sequence_id,
-                    self.target.tokenizer,
-                    vocab_size=self.store.identity.vocab_size,
-                    target_weights=self.store.identity.target_weights_sha256[:16],
-                )
-            except UnusableConversationError as problem:
-                unusable[sequence_id] = problem
-            else:
-                usable.append(sequence)
-        return usable, unusable
+    def read_unit(self, unit: UnitId) -> "UnitContent":
+        """The unit's conversations as tokens."""
+        with self.metrics.timed("tokenize"):
+            content = UnitContent()
+            for sequence_id in self.store.sequences_of(unit):
+                try:
+                    sequence = run_sequence(
+                        self.run,
+                        self.conversations,
+                        sequence_id,
+                        self.target.tokenizer,
+                        vocab_size=self.store.identity.vocab_size,
+                        target_weights=self.store.identity.target_weights_sha256[:16],
+                    )
+                except UnusableConversationError as problem:
+                    content.unusable[sequence_id] = problem
+                else:
+                    content.sequences.append(sequence)
+        return content
 
     def extract_batch(self, shard: ShardInProgress, sequences: Sequence[TokenSequence]) -> None:
         """Forward pass of one batch, whose states the shard takes."""

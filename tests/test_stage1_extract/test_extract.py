@@ -259,6 +259,33 @@ def test_nan_is_named_skipped_and_never_stored(
     assert "skipped sequence c5: NaN or infinity in layer 2" in capsys.readouterr().err
 
 
+def test_units_without_a_usable_conversation_do_not_keep_the_head_away(make_run: MakeRun) -> None:
+    good = [
+        {"id": f"c{index}", "token_ids": [7] * 30, "loss_mask": [1] * 30} for index in range(150)
+    ]
+    store = prepare_store(make_run(*good))
+    spoilt = {each for unit in store.units()[:9] for each in store.sequences_of(unit)}
+    assert len(store.units()) > 9
+    assert len(spoilt) < len(good)
+    for line in good:
+        line["loss_mask"] = [int(line["id"] not in spoilt)] * 30
+    run = make_run(*good, extract={"max_failed_fraction": 1.0})
+    assert run_worker(run, worker_index=0, num_workers=1) == 0
+    stored = open_store(run.store_dir)
+    assert stored.snapshot().num_sequences == len(good) - len(spoilt)
+    assert stored.head_bytes("target.json")
+
+
+def test_where_nothing_can_be_used_the_missing_head_is_said(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"id": "c", "token_ids": [7] * 30, "loss_mask": [1] * 30}
+    prepare_store(make_run(line))
+    run = make_run({**line, "loss_mask": [0] * 30})
+    assert run_worker(run, worker_index=0, num_workers=1) == 1
+    assert "no head of the target is saved" in capsys.readouterr().err
+
+
 def test_wrong_states_stop_before_anything_is_stored(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,8 @@
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from stage1_extract import extract
+from stage1_extract.config import ExtractRun
 from stage1_extract.encode import EncodedBatch, encode_on_host
+from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.loss_sample import take_sample
 from stage1_extract.open_shard import OpenShard
 from stage1_extract.pipeline import Pipeline, ShardInProgress
 from stage1_extract.sequences import TokenSequence
+from stage1_extract.worker import UnitContent, Worker
 from stage1_extract.worker_metrics import Part, WorkerMetrics
 from storage.errors import StoreWriteError
 from storage.reader import open_store
-from storage.schema import LayerRecord, StoreIdentity
+from storage.schema import LayerRecord, StoreIdentity, UnitId
 from storage.writer import ShardWriter, WritableStore, create_store
 
 LAYERS = ("1", "4")
@@ -135,6 +140,38 @@ def fill(shard: ShardInProgress, ids: list[str]) -> None:
             made = states(batch)
         shard.add(batch, made)
     shard.finish()
+
+
+def test_a_worker_that_writes_and_reads_beside_stores_the_same(
+    make_run: Callable[..., ExtractRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shards are written in threads, the next unit's conversations are read in another."""
+    readers: list[str] = []
+    read_unit = Worker.read_unit
+
+    @contextmanager
+    def pipeline_of(worker: Worker) -> Iterator[Pipeline]:
+        with Pipeline(FakeTransfer(worker.layers), worker.metrics, num_threads=2) as pipeline:
+            yield pipeline
+            pipeline.drain()
+
+    def noted(worker: Worker, unit: UnitId) -> UnitContent:
+        readers.append(threading.current_thread().name)
+        return read_unit(worker, unit)
+
+    plain, piped = make_run(place="plain"), make_run(place="piped")
+    for run in (plain, piped):
+        prepare_store(run)
+    assert run_worker(plain, worker_index=0, num_workers=1) == 0
+    monkeypatch.setattr(extract, "pipeline_of", pipeline_of)
+    monkeypatch.setattr(Worker, "read_unit", noted)
+    assert run_worker(piped, worker_index=0, num_workers=1) == 0
+    proof, *others = readers
+    assert not proof.startswith("ahead")
+    assert len(others) > 3
+    assert all(name.startswith("ahead") for name in others)
+    digests = [open_store(run.store_dir).content_digest() for run in (plain, piped)]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
