@@ -22,10 +22,11 @@ from host_watch import drafter_pace, train_records, worker_pace, worker_records
 POLL_S = 0.1
 # A process's records until it is under way: a drafter's first holds its compilation.
 WARMUP_RECORDS = 3
+# Layers of all run the same kernels, so what one compiled serves all; each reads in its own order.
 DRAFTERS: tuple[dict[str, Any], ...] = (
-    {"name": "deep", "num_layers": 5, "block_size": 16},
-    {"name": "short", "num_layers": 5, "block_size": 8},
-    {"name": "shallow", "num_layers": 3, "block_size": 16},
+    {"name": "deep", "num_layers": 5, "train": {"seed": 0}},
+    {"name": "medium", "num_layers": 4, "train": {"seed": 1}},
+    {"name": "shallow", "num_layers": 3, "train": {"seed": 2}},
 )
 DRAFTER_NAMES = tuple(str(each["name"]) for each in DRAFTERS)
 
@@ -43,6 +44,11 @@ class Host:
         """Folder of what is measured: small files, to be brought home."""
         return self.work / "notes"
 
+    @property
+    def compiled(self) -> Path:
+        """Archive of what a drafter compiled."""
+        return self.work / "compiled.tar"
+
     def run_file(
         self, name: str, *, changes: dict[str, dict[str, Any]], drafters: Sequence[str]
     ) -> Path:
@@ -58,7 +64,9 @@ class Host:
         for part, settings in changes.items():
             table[part] = table.get(part, {}) | settings
         table["drafter"] = [
-            each | {"mask_token_id": 0} for each in DRAFTERS if each["name"] in drafters
+            each | {"block_size": 16, "mask_token_id": 0}
+            for each in DRAFTERS
+            if each["name"] in drafters
         ]
         path = self.work / f"{name}.toml"
         path.write_text(tomli_w.dumps(table))
@@ -86,12 +94,16 @@ def running(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a launcher's children, then waits for it: nothing of the run is needed any more."""
-    for child in children_of(process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+    """Kills a launcher and all it started, at once: nothing of the run is needed any more.
+
+    The launcher first, else it would start what queues.
+    """
     if process.poll() is None:
-        process.terminate()
+        started = children_of(process.pid)
+        process.kill()
+        for child in started:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         process.wait()
 
 
@@ -120,38 +132,36 @@ def run_to_its_end(host: Host, command: str, run_file: Path, *arguments: str) ->
 
 def hand_over_cache(host: Host, run_file: Path, drafters: Sequence[str]) -> None:
     """Gives drafters what `prepare` compiled, as if they had been here before."""
+    if not host.compiled.is_file():
+        return
     for name in drafters:
-        archive = host.work / f"{name}.tar"
         folder = host.work / run_file.stem / "drafters" / name
         folder.mkdir(parents=True, exist_ok=True)
-        if archive.is_file():
-            shutil.copy(archive, folder / "compile-cache.tar")
+        shutil.copy(host.compiled, folder / "compile-cache.tar")
 
 
-def prepare(
-    host: Host, *, num_stored: int, primed: Sequence[str], show: Callable[[Figures], None]
-) -> None:
-    """Fills the store a little, with one worker, and compiles some kinds of drafters once."""
-    changes: dict[str, dict[str, Any]] = {"data": {"limit": num_stored}}
+def prepare(host: Host, *, num_stored: int, show: Callable[[Figures], None]) -> None:
+    """Fills the store a little, with one worker, and compiles a drafter once."""
+    changes: dict[str, dict[str, Any]] = {"data": host.table["data"] | {"limit": num_stored}}
     if torch.cuda.is_available():
         changes["extract"] = host.table["extract"] | {"gpus": [0]}
     run_file = host.run_file("prepare", changes=changes, drafters=DRAFTER_NAMES)
     start_s = time.time()
     run_to_its_end(host, "extract", run_file)
-    found = worker_pace(
-        worker_records(host.work / "prepare", 0), start_s=start_s, stop_s=time.time()
-    )
+    stop_s = time.time()
+    found = worker_pace(worker_records(host.work / "prepare", 0), start_s=start_s, stop_s=stop_s)
     if found is not None:
-        about = f"{num_stored} sequences; waiting {found.waiting:.1%}, computing {found.busy:.1%}"
+        about = (
+            f"{num_stored} sequences in {stop_s - start_s:.0f} s with start; waiting "
+            f"{found.waiting:.1%}, computing {found.busy:.1%}, compiles {found.num_compiles}"
+        )
         show({"host_prepare_tok_s": (found.tok_s, "tokens/s", about)})
-    if not torch.cuda.is_available():
-        return
-    for name in primed:
-        start_s = time.monotonic()
-        run_to_its_end(host, "train", run_file, "--drafter", name, "--prime")
+    if torch.cuda.is_available():
+        start_s = time.time()
+        run_to_its_end(host, "train", run_file, "--drafter", DRAFTER_NAMES[0], "--prime")
         (archive,) = (host.work / "prepare" / "drafters").glob(".primed-*.tar")
-        archive.rename(host.work / f"{name}.tar")
-        show({f"host_prime_{name}_s": (time.monotonic() - start_s, "s", "compiled from nothing")})
+        archive.rename(host.compiled)
+        show({"host_prime_s": (time.time() - start_s, "s", "a drafter compiled from nothing")})
 
 
 def keep_metrics(host: Host, run_file: Path) -> None:

@@ -204,9 +204,10 @@ def watch(run: SideBySide, windows: Sequence[str], *, seconds: float) -> None:
     if "together" in windows:
         run.window("together", workers, drafters, seconds=seconds)
     if "extract" in windows:
-        run.window("extract_all", workers, [], seconds=0.8 * seconds)
-        if len(workers) > 1:
-            run.window("extract_one", workers[:1], [], seconds=0.8 * seconds)
+        for count in sorted({1, len(workers)}, reverse=True):
+            run.window(f"extract_{count}", workers[:count], [], seconds=0.8 * seconds)
+        for name in sorted({f"extract_{len(workers)}", "together"} - {"extract_1"}):
+            run.show(run.ratios(name, "extract_1", "over the rate of one worker alone"))
     if "train" in windows:
         for drafter in drafters:
             run.window(f"alone_{drafter}", [], [drafter], seconds=0.6 * seconds)
@@ -217,7 +218,7 @@ def watch(run: SideBySide, windows: Sequence[str], *, seconds: float) -> None:
         }
         for count in range(2, len(drafters) + 1):
             run.window(f"train_{count}", [], drafters[:count], seconds=0.6 * seconds)
-            run.show(run.ratios(f"train_{count}", "alone", "over the rate of it alone"))
-        run.show(run.ratios("together", "alone", "beside extraction, over the rate of it alone"))
+        for name in (*(f"train_{count}" for count in range(2, len(drafters) + 1)), "together"):
+            run.show(run.ratios(name, "alone", "over the rate of the same drafter alone"))
     if "kill" in windows:
         run.kill(0.8 * seconds)

@@ -1,13 +1,14 @@
-"""What one host of eight GPUs should do, predicted from rates measured on one GPU.
+"""What a host of several GPUs should do, predicted from rates measured on one GPU.
 
-    python benchmarks/simulate_host.py [--shape wide|qwen3-8b] [--bytes-per-value 1.0]
-        [--disk-gb-s 2.2] [--page-cache-gb 400] [--sequences 30000] [--json OUT.json]
+    python benchmarks/simulate_host.py [--workers 5] [--drafters 3] [--shape wide|qwen3-8b]
+        [--bytes-per-value 1.0] [--disk-gb-s 2.2] [--page-cache-gb 400] [--sequences 30000]
+        [--json OUT.json]
 
-Five workers extract, three drafters train: while the store grows, alone, and one, two, three at
+Workers extract, drafters of several kinds train: while the store grows, alone, and one, two, ... at
 once; then one drafter over several GPUs, and a target over two. GPUs share nothing but the disk and
 the page cache, so that is what is simulated, second by second; a GPU's own rate is the measured one
-(the last of its name in results.jsonl), scaled by arithmetic to the shape. To be held against the
-run on the real host, `docs/eight-gpus.md`.
+(the last of its name in results.jsonl), scaled by arithmetic to the shape. Figures are named as
+`whole_host.py` names what it measures; where results.jsonl holds one, it is printed beside.
 
 Assumed, not measured: the page cache forgets what was used longest ago, drafters read in orders of
 their own, the disk serves everybody alike, and a collective moves `--nccl-gb-s` on each GPU.
@@ -16,9 +17,10 @@ their own, the disk serves everybody alike, and a collective moves `--nccl-gb-s`
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from host_runs import DRAFTER_NAMES, DRAFTERS
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, Shape
@@ -118,17 +120,22 @@ def simulate(
     ]
 
 
+def last_measured(name: str) -> float | None:
+    """The last recorded value of a figure; None if it was never recorded."""
+    records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    values = [float(record["value"]) for record in records if record["name"] == name]
+    return values[-1] if values else None
+
+
 def measured(name: str) -> float:
-    """Give the last recorded value of a figure.
+    """The last recorded value of a figure.
 
     Raises:
         ValueError: it was never recorded.
     """
-    records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    values = [float(record["value"]) for record in records if record["name"] == name]
-    if not values:
+    if (value := last_measured(name)) is None:
         raise ValueError(f"{RESULTS.name} has no {name}; run its benchmark, or give the rate")
-    return values[-1]
+    return value
 
 
 def target_flops_per_token(shape: Shape, *, context: int) -> float:
@@ -140,19 +147,22 @@ def target_flops_per_token(shape: Shape, *, context: int) -> float:
     return last_layer * (2.0 * weights + 4.0 * query * context / 2)
 
 
-def drafter_flops_per_token(shape: Shape) -> float:
+def drafter_flops_per_token(shape: Shape, *, num_layers: int) -> float:
     """Operations of a training step, a sequence token."""
-    tokens, block = shape.sequence_tokens, shape.block_size
-    return (
-        step_flops(
-            architecture_of(shape),
-            num_context_tokens=tokens,
-            num_blocks=ANCHORS,
-            num_rows=ANCHORS * (block - 1),
-            num_seen_pairs=ANCHORS * block * (tokens // 2 + block),
-        )
-        / tokens
+    tokens, block_size = shape.sequence_tokens, shape.block_size
+    architecture = replace(
+        architecture_of(shape),
+        num_hidden_layers=num_layers,
+        layer_types=architecture_of(shape).layer_types[:1] * num_layers,
     )
+    flops = step_flops(
+        architecture,
+        num_context_tokens=tokens,
+        num_blocks=ANCHORS,
+        num_rows=ANCHORS * (block_size - 1),
+        num_seen_pairs=ANCHORS * block_size * (tokens // 2 + block_size),
+    )
+    return flops / tokens
 
 
 def drafter_gradient_bytes(shape: Shape) -> float:
@@ -179,99 +189,122 @@ def tensor_parallel_tok_s(
     return 1.0 / (1.0 / (num_gpus * tok_s) + sent / nccl_bytes_s)
 
 
-def rates(arguments: argparse.Namespace, shape: Shape) -> tuple[float, float]:
-    """Tokens a second of one worker and of one drafter that wait for nothing."""
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Tokens a second of processes that wait for nothing."""
+
+    worker: float
+    eager_worker: float
+    """Of a target that runs uncompiled, as one over several GPUs does."""
+    drafters: dict[str, float]
+    """By kind of drafter."""
+
+
+def rates(arguments: argparse.Namespace, shape: Shape) -> Rates:
+    """The measured rates of one GPU, scaled to a shape."""
     known = SHAPES["qwen3-8b"]
-    extract = arguments.extract_tok_s or measured("stage1_store_tok_s") * (
+    worker = arguments.extract_tok_s or measured("stage1_store_tok_s") * (
         target_flops_per_token(known, context=known.sequence_tokens)
         / target_flops_per_token(shape, context=shape.sequence_tokens)
     )
-    train = arguments.train_tok_s or measured("stage2_step_bf16_tok_s") * (
-        drafter_flops_per_token(known) / drafter_flops_per_token(shape)
+    eager = measured("stage1_forward_packed_eager_4") / measured("stage1_forward_packed_compiled_4")
+    step = measured("stage2_step_bf16_tok_s") * drafter_flops_per_token(
+        known, num_layers=known.num_layers
     )
-    return extract, train
+    deep = drafter_flops_per_token(shape, num_layers=shape.num_layers)
+    if arguments.train_tok_s is not None:
+        step = arguments.train_tok_s * deep
+    return Rates(
+        worker=worker,
+        eager_worker=worker * eager,
+        drafters={
+            each["name"]: step / drafter_flops_per_token(shape, num_layers=each["num_layers"])
+            for each in DRAFTERS
+        },
+    )
 
 
 def phases(arguments: argparse.Namespace, shape: Shape) -> dict[str, list[Outcome]]:
-    """Simulate every phase of the run on the host."""
-    extract_tok_s, train_tok_s = rates(arguments, shape)
+    """Simulate every window of the run on the host, by its name there."""
+    found = rates(arguments, shape)
     bytes_per_token = shape.num_layers * shape.hidden_size * arguments.bytes_per_value
     host = Host(
         disk_bytes_s=arguments.disk_gb_s * 1e9, page_cache_bytes=arguments.page_cache_gb * 1e9
     )
 
-    def workers(count: int) -> list[Process]:
+    def processes(num_workers: int, num_drafters: int) -> list[Process]:
+        names = [DRAFTER_NAMES[number % len(DRAFTERS)] for number in range(num_drafters)]
+        workers = {f"worker {number}": found.worker for number in range(num_workers)}
+        # More drafters than kinds: the kinds come again, with a number.
+        drafters = {
+            name if number < len(DRAFTERS) else f"{name} {number}": found.drafters[name]
+            for number, name in enumerate(names)
+        }
         return [
             Process(
-                name=f"worker {number}",
-                tok_s=extract_tok_s,
+                name=name,
+                tok_s=tok_s,
                 bytes_per_token=bytes_per_token,
-                is_writer=True,
+                is_writer=name in workers,
             )
-            for number in range(count)
-        ]
-
-    def drafters(count: int) -> list[Process]:
-        return [
-            Process(
-                name=f"drafter {number}",
-                tok_s=train_tok_s,
-                bytes_per_token=bytes_per_token,
-                is_writer=False,
-            )
-            for number in range(count)
+            for name, tok_s in (workers | drafters).items()
         ]
 
     whole = arguments.sequences * shape.sequence_tokens * bytes_per_token
-    begun = whole / 20
+    num_workers, num_drafters = arguments.workers, arguments.drafters
     plans = {
-        "extract, one worker": (workers(1), 0.0),
-        "extract, five workers": (workers(5), 0.0),
-        "three drafters while five workers extract": (workers(5) + drafters(3), begun),
-        "train, one drafter": (drafters(1), whole),
-        "train, two drafters": (drafters(2), whole),
-        "train, three drafters": (drafters(3), whole),
+        f"extract_{count}": (processes(count, 0), 0.0) for count in sorted({1, num_workers})
+    } | {"together": (processes(num_workers, num_drafters), whole / 20)}
+    plans |= {
+        f"train_{count}": (processes(0, count), whole) for count in range(1, num_drafters + 1)
     }
     return {
-        name: simulate(host, processes, stored_bytes=stored, seconds=arguments.seconds)
-        for name, (processes, stored) in plans.items()
+        name: simulate(host, running, stored_bytes=stored, seconds=arguments.seconds)
+        for name, (running, stored) in plans.items()
     }
 
 
-def show(found: dict[str, list[Outcome]], arguments: argparse.Namespace, shape: Shape) -> None:
-    """Print the table and what follows from it."""
-    table = Table(title=f"Predicted: {arguments.shape}, eight GPUs")
-    columns = ("phase", "who", "tok/s each", "together", "waiting", "disk GB/s")
-    for column in columns:
-        table.add_column(column)
-    for phase, outcomes in found.items():
-        for kind in ("worker", "drafter"):
-            alike = [each for each in outcomes if each.name.startswith(kind)]
-            if alike:
-                table.add_row(
-                    phase,
-                    f"{len(alike)} x {kind}",
-                    f"{alike[0].tok_s:,.0f}",
-                    f"{sum(each.tok_s for each in alike):,.0f}",
-                    f"{alike[0].waiting:.1%}",
-                    f"{sum(each.disk_gb_s for each in alike):.2f}",
-                )
+def predicted(arguments: argparse.Namespace, shape: Shape) -> dict[str, tuple[float, str]]:
+    """Figures by the names that `whole_host.py` gives them, and what each is."""
+    key = f"host_{arguments.workers}_{arguments.drafters}"
+    figures: dict[str, tuple[float, str]] = {}
+    for phase, outcomes in phases(arguments, shape).items():
+        for stage, is_writer in (("extract", True), ("train", False)):
+            alike = [each for each in outcomes if each.name.startswith("worker") == is_writer]
+            if not alike:
+                continue
+            # One drafter alone is measured by its name.
+            name = f"alone_{DRAFTER_NAMES[0]}" if phase == "train_1" else phase
+            each = ", ".join(f"{one.name} {one.tok_s:,.0f}" for one in alike)
+            waiting = max(one.waiting for one in alike)
+            disk = sum(one.disk_gb_s for one in alike)
+            about = f"{each}; waiting {waiting:.1%}, disk {disk:.2f} GB/s"
+            figures[f"{key}_{name}_{stage}_tok_s"] = (sum(one.tok_s for one in alike), about)
+    found, nccl = rates(arguments, shape), arguments.nccl_gb_s * 1e9
+    deep = found.drafters[DRAFTER_NAMES[0]]
+    for count in sorted({2, max(2, arguments.drafters)}):
+        rate = data_parallel_tok_s(shape, deep, num_gpus=count, nccl_bytes_s=nccl)
+        figures[f"host_ddp_{count}_tok_s"] = (rate, f"{rate / deep:.2f} times one GPU's")
+    rate = tensor_parallel_tok_s(shape, found.eager_worker, num_gpus=2, nccl_bytes_s=nccl)
+    figures["host_target_2_tok_s"] = (rate, f"eager; {rate / found.worker:.2f} times one GPU's")
+    return figures
+
+
+def show(figures: dict[str, tuple[float, str]], arguments: argparse.Namespace) -> None:
+    """Print the table, with what was measured beside it, and what follows from it."""
+    layout = f"{arguments.workers} workers, {arguments.drafters} drafters"
+    table = Table(title=f"Predicted: {arguments.shape}, {layout}")
+    for column in ("figure", "predicted", "measured", "ratio", "of which"):
+        table.add_column(column, overflow="fold")
+    for name, (value, about) in figures.items():
+        real = last_measured(name)
+        compared = ("", "") if real is None else (f"{real:,.0f}", f"{real / value:.2f}")
+        table.add_row(name, f"{value:,.0f}", *compared, about)
     console = Console()
     console.print(table)
-    extract_tok_s, train_tok_s = rates(arguments, shape)
-    nccl = arguments.nccl_gb_s * 1e9
-    parallel = data_parallel_tok_s(shape, train_tok_s, num_gpus=3, nccl_bytes_s=nccl)
+    trained, _ = figures[f"host_{arguments.workers}_{arguments.drafters}_together_train_tok_s"]
     console.print(
-        f"one drafter over three GPUs: {parallel:,.0f} tok/s, {parallel / train_tok_s:.2f}x one"
-    )
-    tensor = tensor_parallel_tok_s(shape, extract_tok_s, num_gpus=2, nccl_bytes_s=nccl)
-    console.print(
-        f"one target over two GPUs: {tensor:,.0f} tok/s, {tensor / extract_tok_s:.2f}x one"
-    )
-    both = found["three drafters while five workers extract"]
-    trained = sum(each.tok_s for each in both if each.name.startswith("drafter"))
-    console.print(
-        f"three drafters beside extraction: {trained:,.0f} tok/s; the seed system, on other GPUs: "
+        f"drafters beside extraction: {trained:,.0f} tok/s; the seed system, on other GPUs: "
         f"{SEED_TOK_S['measured']:,.0f} measured, {SEED_TOK_S['expected']:,.0f} expected"
     )
 
@@ -280,6 +313,8 @@ def main() -> None:
     """Simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=SHAPES, default="wide")
+    parser.add_argument("--workers", type=int, default=5, help="GPUs that extract")
+    parser.add_argument("--drafters", type=int, default=3, help="GPUs that train, a drafter each")
     parser.add_argument("--bytes-per-value", type=float, default=1.0, help="1 is fp8 or int8")
     parser.add_argument("--disk-gb-s", type=float, default=2.2)
     parser.add_argument("--page-cache-gb", type=float, default=400.0)
@@ -287,14 +322,13 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=30_000, help="size of the whole store")
     parser.add_argument("--seconds", type=int, default=600)
     parser.add_argument("--extract-tok-s", type=float, help="of one worker; default: measured")
-    parser.add_argument("--train-tok-s", type=float, help="of one drafter; default: measured")
-    parser.add_argument("--json", type=Path, help="also write the outcomes here")
+    parser.add_argument("--train-tok-s", type=float, help="of one deep drafter; default: measured")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    shape = SHAPES[arguments.shape]
-    found = phases(arguments, shape)
-    show(found, arguments, shape)
+    figures = predicted(arguments, SHAPES[arguments.shape])
+    show(figures, arguments)
     if arguments.json is not None:
-        rows = {name: [asdict(each) for each in outcomes] for name, outcomes in found.items()}
+        rows = {name: {"value": value, "note": note} for name, (value, note) in figures.items()}
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -9,7 +9,7 @@
     python benchmarks/whole_host.py record WORK
 
 `prepare` writes a target of random weights and conversations of random tokens (or takes `--target`,
-`--conversations`), extracts a few of them with one worker, and compiles each kind of drafter once.
+`--conversations`), extracts a few of them with one worker, and compiles a drafter once.
 The others run the product's own commands on them, as a user would, and say what its processes log:
 
 - `side-by-side`: all workers and all drafters are started; then some are halted (SIGSTOP) and woken
@@ -31,7 +31,7 @@ import torch
 from host_figures import Figures, keep_figures, kept_figures
 from host_inputs import make_conversations, make_target
 from host_plots import draw_run
-from host_runs import DRAFTER_NAMES, Host, one_drafter, one_target, prepare
+from host_runs import Host, one_drafter, one_target, prepare
 from host_side_by_side import WINDOWS, side_by_side
 from host_watch import start_sampling
 from results import record
@@ -118,11 +118,6 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     inputs.add_argument("--tokens", type=int, help="of a sequence; default: the shape's")
     inputs.add_argument("--sequences", type=int, default=3000, help="that could be extracted")
     inputs.add_argument("--stored", type=int, default=120, help="extracted before drafters start")
-    inputs.add_argument(
-        "--prime",
-        default=",".join(DRAFTER_NAMES),
-        help="drafters to compile once",
-    )
     inputs.add_argument("--batch-sequences", type=int, default=2, help="of a forward pass")
     inputs.add_argument("--anchors", type=int, default=512)
     inputs.add_argument("--log-steps", type=int, default=4)
@@ -154,12 +149,7 @@ def main() -> None:
     sampling = start_sampling(host.notes / "gpus.csv")
     try:
         if arguments.step == "prepare":
-            prepare(
-                host,
-                num_stored=arguments.stored,
-                primed=[name for name in arguments.prime.split(",") if name],
-                show=show,
-            )
+            prepare(host, num_stored=arguments.stored, show=show)
         elif arguments.step == "side-by-side":
             side_by_side(
                 host,
