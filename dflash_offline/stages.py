@@ -23,6 +23,7 @@ from dflash_offline.config import (
 from dflash_offline.launch import (
     EXIT_STOPPED_EARLY,
     Job,
+    Slot,
     combined_exit_code,
     count_gpus,
     describe_exit,
@@ -61,19 +62,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     from stage1_extract.planning import prepare_store
 
     run_dir = _start_run(config)
-    group_size = config.extract.gpus_per_worker
-    places = slots(
-        config.extract.gpus,
-        available_gpus=count_gpus(),
-        cpu_processes=config.extract.num_workers * group_size,
-        first=True,
-    )
-    num_workers = len(places) // group_size
-    if num_workers == 0:
-        raise ValueError(
-            f"extract.gpus_per_worker = {group_size}, but stage 1 has {len(places)} GPUs here; name"
-            " more in extract.gpus, or lower it"
-        )
+    places, num_workers = worker_places(config)
     store = prepare_store(run)
     units = store.units()
     open_units = sorted(set(units) - store.committed())
@@ -97,7 +86,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
                 *("--worker", str(index), "--num-workers", str(num_workers)),
             ],
             log_path=run_dir / "extract" / f"worker-{index:05d}.log",
-            num_places=group_size,
+            num_places=config.extract.gpus_per_worker,
         )
         for index in range(num_workers)
     ]
@@ -119,6 +108,28 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     if exit_code != EXIT_STOPPED_EARLY:
         print(f"{num_left} of {len(units)} units are left; to go on: {again}", file=sys.stderr)
     return exit_code
+
+
+def worker_places(config: RunConfig) -> tuple[list[Slot], int]:
+    """The places of stage 1 here, and how many workers they make.
+
+    Raises:
+        ValueError: They are too few for one worker.
+    """
+    group_size = config.extract.gpus_per_worker
+    places = slots(
+        config.extract.gpus,
+        available_gpus=count_gpus(),
+        cpu_processes=config.extract.num_workers * group_size,
+        first=True,
+    )
+    num_workers = len(places) // group_size
+    if num_workers == 0:
+        raise ValueError(
+            f"extract.gpus_per_worker = {group_size}, but stage 1 has {len(places)} GPUs here; name"
+            " more in extract.gpus, or lower it"
+        )
+    return places, num_workers
 
 
 def _stored(config: RunConfig) -> tuple[int, int, int]:

@@ -140,7 +140,14 @@ def add_layers(
     if worker_index is None or num_workers is None:
         sys.exit(launch_added_layers(config, run_file=run_file, overrides=overrides, layers=names))
     sys.exit(
-        run_added_layers(config, layers=names, worker_index=worker_index, num_workers=num_workers)
+        run_added_layers(
+            config,
+            run_file=run_file,
+            overrides=overrides,
+            layers=names,
+            worker_index=worker_index,
+            num_workers=num_workers,
+        )
     )
 
 

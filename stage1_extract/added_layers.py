@@ -4,7 +4,9 @@ Token ids come from the store itself; conversations are not needed. Readers see 
 every shard holds them. Stopped or killed, the same command goes on with the shards that lack them.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
 from jaxtyping import Int32
@@ -22,12 +24,19 @@ from stage1_extract.encode import (
 )
 from stage1_extract.layers import captured_layers
 from stage1_extract.loss_sample import measure_sample, take_sample
-from stage1_extract.parity import choose_batching
+from stage1_extract.parity import choose_way
 from stage1_extract.preparation import store_identity
 from stage1_extract.signals import stop_requests
-from stage1_extract.target import load_target
 from stage1_extract.target_files import load_config, load_tokenizer
 from stage1_extract.target_transformers import TransformersTarget
+from stage1_extract.tensor_parallel import (
+    Calls,
+    calls_to_followers,
+    find_group,
+    follow,
+    load_workers_target,
+    worker_device,
+)
 from stage1_extract.work import unit_order
 from storage.commits import layers_of
 from storage.encodings import encoding_named
@@ -72,6 +81,7 @@ def prepare_layers(run: ExtractRun, layers: Sequence[str]) -> list[UnitId]:
             encoding=run.store.encoding,
             hidden_size=config.hidden_size,
             channel_scales=scales.get(name),
+            packing=run.store.packing,
         )
         for name in new
     )
@@ -84,7 +94,8 @@ def add_layers(
     """Computes the layers for all shards that lack them, then shows them to readers.
 
     Start it after `prepare_layers`. Any number of workers share the work as in `run_worker`; the
-    last one to finish makes the layers visible.
+    last one to finish makes the layers visible. With `extract.gpus_per_worker` it is called in each
+    process of the worker.
 
     Returns:
         0 when every shard holds the layers, 75 when stopped early.
@@ -93,13 +104,31 @@ def add_layers(
         StoreError: A state is not finite, or the store cannot be written.
     """
     torch.set_num_threads(run.extract.torch_threads)
+    group = find_group(os.environ, wanted_size=run.extract.gpus_per_worker)
+    if group.rank > 0:
+        follow(group, run.target, device=worker_device(worker_index, group))
+        return EXIT_DONE
+    with calls_to_followers(group) as calls:
+        return lead_adding(run, layers, calls, worker_index=worker_index, num_workers=num_workers)
+
+
+def lead_adding(
+    run: ExtractRun,
+    layers: Sequence[str],
+    calls: Calls | None,
+    *,
+    worker_index: int,
+    num_workers: int,
+) -> int:
+    """A worker's part, see `add_layers`, in its first process or its only one."""
     snapshot = open_store(run.store_dir).snapshot()
     store = create_store(run.store_dir, snapshot.store.identity)
     lacking = store.units_lacking(layers)
     order = unit_order(lacking, worker_index=worker_index, num_workers=num_workers)
     with stop_requests() as stop:
         if order:
-            adder = _Adder(run, store, snapshot, layers, worker_index=worker_index)
+            target = load_workers_target(run.target, calls, worker_index=worker_index)
+            adder = _Adder(run, store, snapshot, layers, target)
         for done, unit in enumerate(order):
             if stop:
                 return EXIT_STOPPED_EARLY
@@ -118,20 +147,19 @@ class _Adder:
         store: WritableStore,
         snapshot: Snapshot,
         layers: Sequence[str],
-        *,
-        worker_index: int,
+        target: TransformersTarget,
     ):
-        num_gpus = torch.cuda.device_count()
-        device = f"cuda:{worker_index % num_gpus}" if num_gpus else "cpu"
-        self.run, self.store, self.snapshot = run, store, snapshot
+        self.store, self.snapshot, self.target = store, snapshot, target
         self.records = {**store.pending_layers, **store.layers}
         self.wanted = list(layers)
-        self.target: TransformersTarget = load_target(run.target, device=device)
-        proof = [
-            each
-            for each, _ in zip(_stored_sequences(snapshot), range(_PROOF_SEQUENCES), strict=False)
-        ]
-        choose_batching(self.target, proof, layers=self.wanted, wanted=run.extract.batching)
+        self.batch_tokens = max(run.extract.batch_tokens, store.identity.max_sequence_tokens)
+        choose_way(
+            target,
+            list(islice(_stored_sequences(snapshot), _PROOF_SEQUENCES)),
+            layers=self.wanted,
+            settings=run.extract,
+            batch_tokens=self.batch_tokens,
+        )
 
     def add_to(self, unit: UnitId) -> None:
         """Computes and commits what one shard lacks."""
@@ -145,7 +173,7 @@ class _Adder:
             for part in consecutive_batches(
                 [len(each) for each in tokens],
                 batching=self.target.batching,
-                batch_tokens=self.run.extract.batch_tokens,
+                batch_tokens=self.batch_tokens,
             ):
                 self._append(writer, records, ids[part], tokens[part])
             writer.seal()

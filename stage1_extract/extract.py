@@ -16,14 +16,13 @@ from stage1_extract.full_disk import bytes_needed_named
 from stage1_extract.planning import prepare_store
 from stage1_extract.preparation import open_conversations
 from stage1_extract.signals import StopRequest, stop_requests
-from stage1_extract.target import load_target
 from stage1_extract.tensor_parallel import (
     Calls,
-    Group,
-    LeadingTarget,
     calls_to_followers,
     find_group,
     follow,
+    load_workers_target,
+    worker_device,
 )
 from stage1_extract.work import unit_order
 from stage1_extract.worker import Worker, pipeline_of
@@ -101,13 +100,6 @@ def proof_units(store: WritableStore, open_units: Iterable[UnitId]) -> list[Unit
     return [unit for unit in store.units() if unit.generation == generation]
 
 
-def worker_device(worker_index: int, group: Group) -> str:
-    """The device of this process: a GPU where there is any."""
-    num_gpus = torch.cuda.device_count()
-    number = worker_index if group.size == 1 else group.local_rank
-    return f"cuda:{number % num_gpus}" if num_gpus else "cpu"
-
-
 def start_worker(
     run: ExtractRun,
     store: WritableStore,
@@ -118,15 +110,10 @@ def start_worker(
     worker_index: int,
 ) -> Worker:
     """Loads the target on this worker's device or devices and indexes the conversations."""
-    if calls is None:
-        target = load_target(run.target, device=worker_device(worker_index, Group()))
-    else:
-        device = worker_device(worker_index, calls.group)
-        target = LeadingTarget.lead(run.target, calls, device=device)
     return Worker(
         run=run,
         store=store,
-        target=target,
+        target=load_workers_target(run.target, calls, worker_index=worker_index),
         conversations=open_conversations(run),
         layers=store.layers,
         metrics=metrics,

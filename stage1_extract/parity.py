@@ -8,8 +8,8 @@ from jaxtyping import Float, Int32
 from numpy import ndarray
 from torch import Tensor
 
-from stage1_extract.batches import packed_batches
-from stage1_extract.config import Batching
+from stage1_extract.batches import packed_batches, row_sizes
+from stage1_extract.config import Batching, ExtractConfig
 from stage1_extract.target_transformers import TransformersTarget
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -19,6 +19,49 @@ explains. SmolLM2-135M shows 0.02 in bf16 (0.09 at its worst token); one forgott
 
 class ParityError(ValueError):
     """States in a batch are not those of a plain forward pass."""
+
+
+def choose_way(
+    target: TransformersTarget,
+    sequences: Sequence[Int32[ndarray, "_"]],
+    *,
+    layers: Sequence[str],
+    settings: ExtractConfig,
+    batch_tokens: int,
+) -> None:
+    """Sets the fastest way of running the target that proves exact and that a run's settings allow.
+
+    Args:
+        target: The loaded target; its `batching` and `compiled` are set.
+        sequences: Token ids of a few real sequences, best of unequal length.
+        layers: Layer names to compare.
+        settings: Whether to compile (None: on a GPU), and the batching wanted.
+        batch_tokens: Tokens of the largest forward pass.
+
+    Raises:
+        ValueError: No way is exact, or the settings contradict each other.
+    """
+    rows = row_sizes(batch_tokens) if is_compiling_wanted(settings, device=target.device) else ()
+    choose_batching(
+        target,
+        sequences,
+        layers=layers,
+        wanted=settings.batching,
+        compiled_rows=rows,
+        must_compile=settings.compile is True,
+    )
+
+
+def is_compiling_wanted(settings: ExtractConfig, *, device: str) -> bool:
+    """Whether decoder layers are to run compiled; those of a target on several GPUs are not."""
+    if settings.gpus_per_worker > 1:
+        if settings.compile:
+            raise ValueError(
+                "extract.compile = true: a target on several GPUs (extract.gpus_per_worker) runs"
+                " eagerly; remove one of the two settings"
+            )
+        return False
+    return device.startswith("cuda") if settings.compile is None else settings.compile
 
 
 def choose_batching(

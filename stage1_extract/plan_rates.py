@@ -21,7 +21,7 @@ from transformers import (
 from stage1_extract.batches import batches_for
 from stage1_extract.config import ExtractRun, TargetConfig
 from stage1_extract.decoder import find_decoder
-from stage1_extract.parity import choose_batching
+from stage1_extract.parity import choose_way
 from stage1_extract.sequences import TokenSequence
 from stage1_extract.target import load_target, resolve_target
 from stage1_extract.target_files import load_config
@@ -170,8 +170,8 @@ def measured_rate(
 ) -> float:
     """Tokens a second of the target's forward pass here, over real sequences.
 
-    Loads the target, proves its batching as extraction does, and repeats the sequences' batches
-    until the time is over; the first batch warms up and does not count.
+    Loads the target, proves its way of running as extraction does (compiled on a GPU), and repeats
+    the sequences' batches until the time is over; the first batch warms up and does not count.
 
     Args:
         run: The run's settings.
@@ -183,9 +183,8 @@ def measured_rate(
     torch.set_num_threads(run.extract.torch_threads)
     target = load_target(run.target, device=device)
     proof = [each.token_ids[:256] for each in sequences[:3]]
-    choose_batching(target, proof, layers=list(layers), wanted=run.extract.batching)
+    batch_tokens = max(run.extract.batch_tokens, run.data.max_sequence_tokens)
     lengths = [each.num_tokens for each in sequences]
-    batches = batches_for(target.batching, lengths, batch_tokens=run.extract.batch_tokens)
 
     def forward(batch: Sequence[int]) -> int:
         target.hidden_states([sequences[i].token_ids for i in batch], layers=list(layers))
@@ -193,11 +192,17 @@ def measured_rate(
             torch.cuda.synchronize()
         return sum(lengths[i] for i in batch)
 
-    forward(batches[-1])
-    num_tokens, start_s = 0, time.monotonic()
-    while True:
-        for batch in batches:
-            num_tokens += forward(batch)
-            elapsed_s = time.monotonic() - start_s
-            if elapsed_s > seconds:
-                return num_tokens / elapsed_s
+    # Once compiled, the proof forbids this process to compile: only as long as it is measured.
+    with torch.compiler.set_stance("default"):
+        choose_way(
+            target, proof, layers=list(layers), settings=run.extract, batch_tokens=batch_tokens
+        )
+        batches = batches_for(target.batching, lengths, batch_tokens=batch_tokens)
+        forward(batches[-1])
+        num_tokens, start_s = 0, time.monotonic()
+        while True:
+            for batch in batches:
+                num_tokens += forward(batch)
+                elapsed_s = time.monotonic() - start_s
+                if elapsed_s > seconds:
+                    return num_tokens / elapsed_s

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stage1_extract.config import TargetConfig
 from stage1_extract.signals import STOP_SIGNALS
+from stage1_extract.target import load_target
 from stage1_extract.target_transformers import TransformersTarget
 
 _IDLE = timedelta(minutes=1)
@@ -188,6 +189,28 @@ def _join(group: Group) -> Calls:
         backend, store=PrefixStore("tensors", store), rank=rank, world_size=size
     )
     return Calls(PrefixStore("calls", store), group)
+
+
+def worker_device(worker_index: int, group: Group) -> str:
+    """The device of this process: a GPU where there is any."""
+    num_gpus = torch.cuda.device_count()
+    number = worker_index if group.size == 1 else group.local_rank
+    return f"cuda:{number % num_gpus}" if num_gpus else "cpu"
+
+
+def load_workers_target(
+    config: TargetConfig, calls: Calls | None, *, worker_index: int
+) -> TransformersTarget:
+    """The target on this worker's device, or spread over those of its processes.
+
+    Raises:
+        ValueError: The target cannot be loaded or has no plan for tensor parallelism.
+    """
+    if calls is not None:
+        device = worker_device(worker_index, calls.group)
+        return LeadingTarget.lead(config, calls, device=device)
+    target: TransformersTarget = load_target(config, device=worker_device(worker_index, Group()))
+    return target
 
 
 class LeadingTarget(TransformersTarget):

@@ -11,11 +11,11 @@ from jaxtyping import Int32
 from numpy import ndarray
 
 from stage1_extract.ahead import one_ahead
-from stage1_extract.batches import batches_for, row_sizes
+from stage1_extract.batches import batches_for
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations
 from stage1_extract.open_shard import OpenShard
-from stage1_extract.parity import choose_batching
+from stage1_extract.parity import choose_way
 from stage1_extract.pipeline import Pipeline, ShardInProgress
 from stage1_extract.preparation import run_sequence
 from stage1_extract.problems import UnusableConversationError
@@ -136,29 +136,15 @@ class Worker:
         Raises:
             ParityError: None is exact.
         """
-        choose_batching(
+        choose_way(
             self.target,
             proof,
             layers=list(self.layers),
-            wanted=self.run.extract.batching,
-            compiled_rows=row_sizes(self.batch_tokens) if self.is_compiling_wanted else (),
-            must_compile=self.run.extract.compile is True,
+            settings=self.run.extract,
+            batch_tokens=self.batch_tokens,
         )
         if self.target.compiled is not None:
             self.metrics.evidence = self.target.compiled.evidence
-
-    @property
-    def is_compiling_wanted(self) -> bool:
-        """Whether decoder layers are to run compiled; parted ones are not."""
-        wanted = self.run.extract.compile
-        if self.run.extract.gpus_per_worker > 1:
-            if wanted:
-                raise ValueError(
-                    "extract.compile = true: a target on several GPUs (extract.gpus_per_worker)"
-                    " runs eagerly; remove one of the two settings"
-                )
-            return False
-        return self.target.device.startswith("cuda") if wanted is None else wanted
 
     def extract_units(self, units: Iterable[UnitId]) -> None:
         """Computes and commits units one after another, until a stop is asked for.

@@ -80,6 +80,30 @@ def test_the_launcher_starts_a_worker_a_place(
     ]
 
 
+def test_a_target_on_several_gpus_is_spread_over_each_workers_processes(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(growth, "run_jobs", lambda each, **_: jobs.extend(each) or {})
+    overrides = ["extract.gpus_per_worker=2"]
+    config = load_run_file(run_file, overrides=overrides)
+    growth.launch_added_layers(config, run_file=run_file, overrides=overrides, layers=["2"])
+    assert [job.num_places for job in jobs] == [2, 2]
+    # Real processes: they form a group, add the layer together, and the first one writes.
+    command = ["store", "add-layers", str(run_file), "--layers", "2", "--set", *overrides]
+    result = CliRunner().invoke(main, [*command, "--worker", "0", "--num-workers", "1"])
+    assert result.exit_code == 0, result.output
+    assert "2" in open_store(tmp_path / "store").layers
+    assert verify_store(tmp_path / "store", full=True).ok
+    # Nothing is left to do, so nothing is started.
+    jobs.clear()
+    assert (
+        growth.launch_added_layers(config, run_file=run_file, overrides=overrides, layers=["2"])
+        == 0
+    )
+    assert jobs == []
+
+
 def test_wrong_arguments_are_one_line(run_file: Path) -> None:
     command = ["store", "add-layers", str(run_file), "--layers"]
     for arguments, expected in {

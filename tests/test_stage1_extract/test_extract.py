@@ -105,7 +105,7 @@ def test_committed_units_are_never_computed_again(
     def must_not_load(*_: Any, **__: Any) -> None:
         raise AssertionError("loaded for nothing")
 
-    monkeypatch.setattr(extract, "load_target", must_not_load)
+    monkeypatch.setattr(extract, "load_workers_target", must_not_load)
     prepare_store(run)
     assert run_worker(run, worker_index=0, num_workers=1) == 0
     assert "all units are committed" in capsys.readouterr().out
