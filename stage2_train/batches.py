@@ -58,7 +58,8 @@ def pack(
 ) -> Iterator[list[Window]]:
     """Packs windows into batches of at most `batch_tokens`, each window in exactly one batch.
 
-    Pure and online: a batch depends on the windows before its end only. With lengths of a
+    Pure and online: a batch depends on the windows before its end only. A whole epoch is packed
+    like this, segment by segment, by `packing.pack_epoch`. With lengths of a
     log-normal of median 700 capped at the budget of 4,096, batches are more than 98% full.
     """
     # Sorted by room, so that the fullest batch with enough room is found by bisection.
@@ -111,7 +112,7 @@ def share_steps(
     the same step, up to the order in which floating-point numbers are summed.
     """
     for start in range(0, len(planned), batches_per_step):
-        of_step = planned[start : start + batches_per_step]
+        of_step = list(planned[start : start + batches_per_step])
         shares = [Share(windows=windows, is_filler=False) for windows in of_step[rank::num_ranks]]
         num_missing = -(-len(of_step) // num_ranks) - len(shares)
         yield shares + [Share(windows=of_step[0], is_filler=True)] * num_missing

@@ -4,9 +4,10 @@ What is trained, and in which order, is a pure function of (seed, epoch, snapsho
 is concurrent.
 """
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ import torch
 from jaxtyping import Bool, Float32
 
 from stage2_train.architecture import DrafterArchitecture
-from stage2_train.batches import Window, draw_window, pack
+from stage2_train.batches import Window, draw_window
 from stage2_train.blocks import offset_weights
 from stage2_train.clock import DeviceClock
 from stage2_train.collate import PackedBatch, collate, without_weights
 from stage2_train.config import DrafterRun, TrainConfig
+from stage2_train.packing import PackedEpoch, pack_epoch
 from storage.errors import DamagedShardError, StoreNotFoundError
 from storage.order import epoch_order, mix
 from storage.read_cache import ReadCache
@@ -62,7 +64,7 @@ class BatchMaker:
         return self.num_anchors * float(self.weight_of_offset.sum(dtype=np.float64))
 
     def batches(
-        self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], *, epoch: int
+        self, snapshot: Snapshot, planned: Iterable[Sequence[Window]], *, epoch: int
     ) -> Iterator[PackedBatch]:
         """Yields the planned batches in order, on the device, while later ones are read."""
         on_host = self._on_host(snapshot, planned, epoch=epoch)
@@ -73,9 +75,10 @@ class BatchMaker:
         )
 
     def _on_host(
-        self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], *, epoch: int
+        self, snapshot: Snapshot, planned: Iterable[Sequence[Window]], *, epoch: int
     ) -> Generator[PackedBatch, None, None]:
-        items = ([(w.sequence_index, slice(w.start, w.stop)) for w in batch] for batch in planned)
+        planned, to_read = itertools.tee(planned)
+        items = ([(w.sequence_index, slice(w.start, w.stop)) for w in batch] for batch in to_read)
         reading = read_ahead(
             snapshot,
             items,
@@ -162,7 +165,7 @@ def make_batch_maker(
 
 def plan_epoch(
     snapshot: Snapshot, *, seed: int, epoch: int, batch_tokens: int, data_fraction: float = 1.0
-) -> list[list[Window]]:
+) -> PackedEpoch:
     """Gives the batches of an epoch: every sequence that is trained in one of them exactly.
 
     Raises:
@@ -178,20 +181,18 @@ def plan_epoch(
             "look at a loss mask with `store info --sequence ID`"
         )
     order = epoch_order(snapshot, seed=seed, epoch=epoch, include=include)
-    # As plain integers: a million of numpy's own would take seconds to unwrap one by one.
-    lengths = snapshot.num_tokens[order].tolist()
-    windows = (
-        draw_window(
+
+    def draw(index: int) -> Window:
+        return draw_window(
             index,
-            num_tokens,
+            int(snapshot.num_tokens[index]),
             batch_tokens=batch_tokens,
             seed=seed,
             epoch=epoch,
             sequence_id=snapshot.sequence_id,
         )
-        for index, num_tokens in zip(order.tolist(), lengths, strict=True)
-    )
-    return list(pack(windows, batch_tokens=batch_tokens))
+
+    return pack_epoch(order, snapshot.num_tokens[order], batch_tokens=batch_tokens, draw=draw)
 
 
 def trainable(snapshot: Snapshot) -> Bool[np.ndarray, "sequences"]:

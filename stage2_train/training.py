@@ -100,17 +100,19 @@ class Training:
     ) -> Iterator[StepBatches]:
         """Yields the batches of each step that this rank computes, read ahead."""
         left = planned[position.batch :]
-        shares = list(
-            share_steps(
+
+        def shares() -> Iterator[list[Share]]:
+            return share_steps(
                 left,
                 batches_per_step=self.batches_per_step,
                 rank=self.ranks.rank,
                 num_ranks=self.ranks.size,
             )
-        )
-        windows = [share.windows for of_step in shares for share in of_step]
+
+        # Made as they come, once for the reader ahead and once here: an epoch can be long.
+        windows = (share.windows for of_step in shares() for share in of_step)
         arriving = self.batches.batches(snapshot, windows, epoch=position.epoch)
-        for number, of_step in enumerate(shares):
+        for number, of_step in enumerate(shares()):
             yield StepBatches(
                 arriving=self._arriving(arriving, of_step),
                 num_own=len(of_step),

@@ -17,13 +17,13 @@ from storage.writer import open_for_writing
 def test_every_training_sequence_once_an_epoch(shared_store_dir):
     snapshot = open_store(shared_store_dir).snapshot()
     for epoch in range(3):
-        planned = plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=128)
+        planned = list(plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=128))
         packed = [window.sequence_index for batch in planned for window in batch]
         assert sorted(packed) == np.flatnonzero(trainable(snapshot)).tolist()
-        assert planned == plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=128)
+        assert planned == list(plan_epoch(snapshot, seed=0, epoch=epoch, batch_tokens=128))
     assert snapshot.held_out.any()
-    assert planned != plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128)
-    assert planned != plan_epoch(snapshot, seed=1, epoch=2, batch_tokens=128)
+    assert planned != list(plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128))
+    assert planned != list(plan_epoch(snapshot, seed=1, epoch=2, batch_tokens=128))
 
 
 def test_a_share_of_the_data_is_the_same_for_every_seed_and_part_of_larger_ones(
