@@ -38,6 +38,7 @@ def draw_run(notes: Path, run: str, *, out_dir: Path) -> list[Path]:
     drawings = {
         "rates": (process_rates(notes / run), "tokens/s", "Rate of each process"),
         "busy": (by_gpu(samples, lambda each: each.busy), "share", "Share of time at work, by GPU"),
+        "power": (by_gpu(samples, lambda each: each.power_w), "watt", "Power, by GPU"),
     }
     paths = []
     for name, (lines, y_label, title) in drawings.items():

@@ -57,8 +57,6 @@ class GpuSample:
     busy: float
     """Share of the last moments in which a kernel ran."""
     power_w: float
-    clock_mhz: float
-    memory_mib: float
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -149,8 +147,7 @@ def gpu_samples(path: Path) -> list[GpuSample]:
         for row in csv.reader(file, skipinitialspace=True):
             try:
                 then = datetime.datetime.strptime(row[0], "%Y/%m/%d %H:%M:%S.%f")
-                index, busy, *others = map(float, row[1:])
-                power, clock, memory = others
+                index, busy, power, _, _ = map(float, row[1:])
             except (IndexError, ValueError):
                 continue
             samples.append(
@@ -159,8 +156,6 @@ def gpu_samples(path: Path) -> list[GpuSample]:
                     index=int(index),
                     busy=busy / 100.0,
                     power_w=power,
-                    clock_mhz=clock,
-                    memory_mib=memory,
                 )
             )
     return samples
@@ -207,13 +202,3 @@ def note(path: Path, **event: Any) -> None:
 def note_window(path: Path, window: Window) -> None:
     """Appends a window to the notes."""
     note(path, event="window", **asdict(window))
-
-
-def noted_windows(path: Path) -> list[Window]:
-    """The windows of the notes, in order."""
-    fields = Window.__dataclass_fields__
-    return [
-        Window(**{name: tuple(v) if isinstance(v := each[name], list) else v for name in fields})
-        for each in records(path)
-        if each["event"] == "window"
-    ]

@@ -29,15 +29,14 @@ from typing import Any
 
 import torch
 from host_figures import Figures, keep_figures, kept_figures
-from host_inputs import make_conversations, make_target
 from host_plots import draw_run
 from host_runs import Host, one_drafter, one_target, prepare
 from host_side_by_side import WINDOWS, side_by_side
 from host_watch import start_sampling
 from results import record
 from shapes import SHAPES
-from stage2_step import PACKAGES
-from transformers import AutoConfig
+
+PACKAGES = ("torch", "triton", "transformers")
 
 
 def gpu_list(text: str) -> list[int]:
@@ -59,6 +58,10 @@ def open_host(arguments: argparse.Namespace) -> Host:
 
 def common_table(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The part of the run file that all runs share; its inputs are written."""
+    # Here only: the other steps start faster without transformers.
+    from host_inputs import make_conversations, make_target
+    from transformers import AutoConfig
+
     shape = SHAPES[arguments.shape]
     if arguments.target is None:
         target = make_target(
