@@ -98,12 +98,15 @@ def copy(source: str, target: str) -> None:
 @click.argument("target_dir", type=str)
 @click.option("--encoding", help="bf16, fp8, int8, int4, int3 or int2.")
 @click.option("--like", type=str, help="A store whose encodings and channel scales are taken.")
+@click.option("--packing", type=click.Choice(["zstd"]), help="Pack without loss: bf16 by a third.")
 @one_line_errors
-def encode(source_dir: str, target_dir: str, encoding: str | None, like: str | None) -> None:
+def encode(
+    source_dir: str, target_dir: str, encoding: str | None, like: str | None, packing: str | None
+) -> None:
     """Write a store again with its states in another encoding; resumes where it stopped."""
     from dflash_offline.stores import encode_store
 
-    encode_store(source_dir, target_dir, encoding=encoding, like=like)
+    encode_store(source_dir, target_dir, encoding=encoding, like=like, packing=packing)
 
 
 @store.command()

@@ -233,11 +233,18 @@ def join_into(joined_dir: str, members: Sequence[str]) -> None:
 
 
 def encode_store(
-    source_dir: str, target_dir: str, *, encoding: str | None, like: str | None = None
+    source_dir: str,
+    target_dir: str,
+    *,
+    encoding: str | None,
+    like: str | None = None,
+    packing: str | None = None,
 ) -> None:
     """Derives a store in another encoding and says how large both are."""
     if (encoding is None) == (like is None):
         raise ValueError("give either --encoding or --like")
+    if like is not None and packing is not None:
+        raise ValueError("--packing goes with --encoding; with --like the store named decides")
     if encoding is not None and encoding not in ENCODINGS:
         raise ValueError(f"--encoding {encoding}: expected one of {', '.join(ENCODINGS)}")
     with Progress() as bar:
@@ -247,6 +254,7 @@ def encode_store(
             target_dir,
             encoding=encoding,
             like=like,
+            packing=packing,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     for place in (source_dir, target_dir):

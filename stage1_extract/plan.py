@@ -54,6 +54,8 @@ class StoreShape:
     """Aimed size of one shard."""
     head_bytes: int = 0
     """Embedding, final norm and LM head, kept once."""
+    packing: str | None = None
+    """How chunks are packed without loss; what that saves is not counted on."""
 
     @property
     def state_bytes(self) -> int:

@@ -158,6 +158,7 @@ def record_layers(
             encoding=shape.encoding,
             hidden_size=shape.hidden_size,
             channel_scales=scales.get(name),
+            packing=shape.packing,
         )
         # Another process may have calibrated meanwhile: the first record holds.
         recorded = store.layers.get(name, record)
@@ -197,6 +198,7 @@ def store_shape(run: ExtractRun, config: PretrainedConfig) -> StoreShape:
         hidden_size=config.hidden_size,
         shard_bytes=run.store.shard_bytes,
         head_bytes=head_bytes(config, dtype=run.target.dtype),
+        packing=run.store.packing,
     )
 
 

@@ -16,8 +16,8 @@ from storage.losses import EncodingLoss
 from storage.records import read_record
 from storage.schema import UnitId, ids_digest
 
-PROFILE = "raw"
-"""How chunks lie in an array's file: as they are, one after another."""
+RAW, PACKED = "raw", "packed"
+"""How chunks lie in an array's file, one after another: as they are, or packed without loss."""
 
 PARALLEL_LISTINGS = 16
 
@@ -39,7 +39,8 @@ def unpack_uint32(text: str) -> UInt32[np.ndarray, " count"]:
 class ArrayRecord:
     """One Zarr array of a shard, so that readers never open its `zarr.json`.
 
-    Chunk i of the raw profile lies at byte `i * chunk_tokens * width * itemsize` of the data file.
+    Chunk i of the raw profile lies at byte `i * chunk_tokens * width * itemsize` of the data file,
+    in the packed one behind the chunks before it.
     """
 
     dtype: str
@@ -48,11 +49,15 @@ class ArrayRecord:
     chunk_tokens: int
     file_bytes: int
     checksums: UInt32[np.ndarray, " blocks"]
-    """CRC-32C of each checksum block: 256 tokens counted from the start of each sequence."""
+    """CRC-32C of each checksum block: 256 tokens counted from the start of each sequence, as they
+    are when unpacked."""
     tail_crc32c: int
-    """CRC-32C of what follows the last token: the last chunk's padding and the index."""
+    """CRC-32C of what follows the last token: the last chunk's padding and the index; in the
+    packed profile what follows the last chunk."""
     metadata_crc32c: int
     """CRC-32C of `zarr.json`."""
+    chunk_bytes: UInt32[np.ndarray, " chunks"] | None = None
+    """Stored bytes of each chunk of the packed profile; None in the raw one."""
 
     @property
     def row_bytes(self) -> int:
@@ -61,18 +66,27 @@ class ArrayRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
-        return {**self.__dict__, "profile": PROFILE, "checksums": pack_uint32(self.checksums)}
+        value = {**self.__dict__, "profile": RAW, "checksums": pack_uint32(self.checksums)}
+        del value["chunk_bytes"]
+        if self.chunk_bytes is None:
+            return value
+        return {**value, "profile": PACKED, "chunk_bytes": pack_uint32(self.chunk_bytes)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ArrayRecord":
-        """The record read back from a commit."""
-        if value["profile"] != PROFILE:
+        """The record read back from a commit; members that this version does not know are left."""
+        profile = value["profile"]
+        if profile not in (RAW, PACKED):
             raise StoreError(
-                f"an array has profile {value['profile']!r}, this program reads {PROFILE!r}; "
+                f"an array has profile {profile!r}, this program reads {RAW!r} and {PACKED!r}; "
                 "use a newer one"
             )
-        known = {k: v for k, v in value.items() if k != "profile"}
-        return cls(**{**known, "checksums": unpack_uint32(value["checksums"])})
+        names = {each.name for each in fields(cls)}
+        known = {name: member for name, member in value.items() if name in names}
+        known["checksums"] = unpack_uint32(value["checksums"])
+        if profile == PACKED:
+            known["chunk_bytes"] = unpack_uint32(value["chunk_bytes"])
+        return cls(**known)
 
 
 @dataclass(frozen=True, kw_only=True)

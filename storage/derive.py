@@ -31,6 +31,7 @@ def derive_store(
     *,
     encoding: str | None = None,
     like: str | Path | None = None,
+    packing: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> WritableStore:
     """Writes all sequences of a store to another one, every layer in another encoding.
@@ -45,6 +46,7 @@ def derive_store(
         encoding: a name in ENCODINGS; channel scales are taken from the source's states.
         like: a store whose layer records, scales included, are taken instead: what is derived can
             be joined with it.
+        packing: with `encoding`: how chunks are packed without loss; None leaves them.
         progress: called with (units done, units in all) after each.
     """
     if (encoding is None) == (like is None):
@@ -55,7 +57,7 @@ def derive_store(
     if like is not None:
         target.add_layers(_records_like(like, snapshot))
     elif encoding is not None:
-        _add_layers(snapshot, target, encoding)
+        _add_layers(snapshot, target, encoding, packing)
     for name in source.head_names():
         target.put_head_file(name, source.head_bytes(name))
     recoder = _Recoder(snapshot, target)
@@ -111,13 +113,15 @@ def _decoded(record: LayerRecord, encoded: EncodedStates) -> Float32[np.ndarray,
     return decode(record.encoding, encoded, channel_scales=record.channel_scale_array)
 
 
-def _add_layers(snapshot: Snapshot, target: WritableStore, encoding: str) -> None:
+def _add_layers(
+    snapshot: Snapshot, target: WritableStore, encoding: str, packing: str | None
+) -> None:
     recorded = target.layers
     if recorded.keys() == snapshot.store.layers.keys():
-        different = {record.encoding for record in recorded.values()} - {encoding}
-        if not different:
+        kept = {(record.encoding, record.packing) for record in recorded.values()}
+        if kept == {(encoding, packing)}:
             return
-    target.add_layers(_layer_records(snapshot, encoding))
+    target.add_layers(_layer_records(snapshot, encoding, packing))
 
 
 def _records_like(like: str | Path, snapshot: Snapshot) -> list[LayerRecord]:
@@ -129,14 +133,14 @@ def _records_like(like: str | Path, snapshot: Snapshot) -> list[LayerRecord]:
     return shared
 
 
-def _layer_records(snapshot: Snapshot, encoding: str) -> list[LayerRecord]:
+def _layer_records(snapshot: Snapshot, encoding: str, packing: str | None) -> list[LayerRecord]:
     """The source's layers in another encoding, calibrated where it needs that."""
     records = snapshot.store.layers
     scales: dict[str, tuple[float, ...] | None] = dict.fromkeys(records)
     if encoding_named(encoding).calibrated:
         scales |= _calibrate(snapshot)
     return [
-        dataclasses.replace(record, encoding=encoding, channel_scales=scales[name])
+        dataclasses.replace(record, encoding=encoding, channel_scales=scales[name], packing=packing)
         for name, record in records.items()
     ]
 

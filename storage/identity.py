@@ -8,6 +8,7 @@ from storage import layout
 from storage.encodings import encoding_named
 from storage.errors import StoreError, StoreNotFoundError
 from storage.files import Files
+from storage.packing import PACKINGS
 from storage.records import create_record, read_record
 from storage.schema import FORMAT_VERSION, LayerRecord, StoreIdentity, check_same_identity
 
@@ -85,6 +86,11 @@ def _check_record(record: LayerRecord) -> None:
         raise ValueError(f"layer name {record.name!r} may hold letters, digits and _ only")
     entry = encoding_named(record.encoding)
     entry.width(record.hidden_size)
+    if record.packing not in (None, *PACKINGS):
+        raise ValueError(
+            f"layer {record.name}: unknown packing {record.packing!r}; expected one of "
+            f"{', '.join(PACKINGS)}"
+        )
     num_scales = None if record.channel_scales is None else len(record.channel_scales)
     if num_scales != (record.hidden_size if entry.calibrated else None):
         raise ValueError(
@@ -95,6 +101,8 @@ def _check_record(record: LayerRecord) -> None:
 
 def _describe(record: LayerRecord) -> str:
     text = f"{record.encoding} of hidden size {record.hidden_size}"
+    if record.packing is not None:
+        text += f", packed with {record.packing}"
     if record.channel_scales is None:
         return text
     return f"{text}, channel scales {hash(record.channel_scales) % 2**32:08x}"

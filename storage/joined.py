@@ -6,6 +6,7 @@ one identity, the same layers with the same scales, and no sequence in common.
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -81,6 +82,11 @@ def _name_of(files: Files, member: str | Path) -> str:
     return os.path.relpath(path, files.root) if isinstance(files, LocalFiles) else str(path)
 
 
+def _as_decoded(record: LayerRecord) -> LayerRecord:
+    """What decoding takes of a record: how chunks are packed each shard says for itself."""
+    return replace(record, packing=None)
+
+
 class JoinedStore(Store):
     """Several stores open for reading as one."""
 
@@ -94,7 +100,7 @@ class JoinedStore(Store):
         first, *others = [member.layers for member in self.members]
         shared = [name for name in first if all(name in other for other in others)]
         for name in shared:
-            differing = [o for o in others if o[name] != first[name]]
+            differing = [o for o in others if _as_decoded(o[name]) != _as_decoded(first[name])]
             if differing:
                 raise StoreError(
                     f"{self.files}: layer {name} is kept as {first[name].encoding} in one store "

@@ -83,6 +83,8 @@ class LayerRecord:
     hidden_size: int
     channel_scales: tuple[float, ...] | None = None
     """Static scale of each channel, calibrated once; None for encodings without calibration."""
+    packing: str | None = None
+    """How new shards pack this layer's chunks without loss (see `packing`); None leaves them."""
 
     @property
     def channel_scale_array(self) -> Float32[np.ndarray, " hidden"] | None:
@@ -92,13 +94,18 @@ class LayerRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values."""
-        return asdict(self)
+        value = asdict(self)
+        if self.packing is None:
+            del value["packing"]
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "LayerRecord":
-        """The record read back from `layers/<name>.json`."""
+        """The record read back from `layers/<name>.json`; unknown members are passed over."""
+        names = {each.name for each in fields(cls)}
+        known = {name: member for name, member in value.items() if name in names}
         scales = value["channel_scales"]
-        return cls(**{**value, "channel_scales": None if scales is None else tuple(scales)})
+        return cls(**{**known, "channel_scales": None if scales is None else tuple(scales)})
 
 
 @dataclass(frozen=True, order=True)

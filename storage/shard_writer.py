@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -16,6 +17,7 @@ from storage.encodings import EncodedStates, encoding_named
 from storage.errors import StoreError
 from storage.files import Files
 from storage.losses import EncodingLoss, total_losses
+from storage.packing import side_by_side
 from storage.records import create_record
 from storage.schema import LayerRecord, UnitId
 
@@ -43,6 +45,7 @@ class LayerArrays:
                 layout.array(self._dir, name),
                 dtype=entry.dtype,
                 width=entry.width(record.hidden_size),
+                packing=record.packing,
             )
         if self.scale_columns:
             self._scales = ArrayWriter(
@@ -69,9 +72,15 @@ class LayerArrays:
             _check_layer(sequence_id, num_tokens, record, states[name])
 
     def append(self, states: Mapping[str, EncodedStates]) -> None:
-        """Appends one whole sequence; one write per array."""
+        """Appends one whole sequence; one write per array. Layers are packed side by side."""
+        packed = []
         for name, array in self._arrays.items():
-            array.append(states[name].data)
+            append = partial(array.append, states[name].data)
+            if self._layers[name].packing is None:
+                append()
+            else:
+                packed.append(append)
+        side_by_side(packed)
         if self._scales is not None:
             columns = [states[name].scales for name in self.scale_columns]
             self._scales.append(np.stack(columns, axis=1))  # type: ignore[arg-type]

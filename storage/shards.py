@@ -12,7 +12,7 @@ from crc32c import crc32c
 from jaxtyping import Bool, Float32, Int32, Shaped
 
 from storage import layout
-from storage.arrays import block_checksums, bytes_of
+from storage.arrays import block_checksums, bytes_of, stored_range, unpack_rows
 from storage.buffers import BufferPool
 from storage.checks import Checks
 from storage.commits import (
@@ -172,19 +172,38 @@ class ShardReader:
             return lambda: None
         before = memoryview(bytearray((start - low) * array.row_bytes))
         behind = memoryview(bytearray((high - stop) * array.row_bytes))
-        pieces = [before, bytes_of(rows), behind]
-        offset = (self._first_token[place] + low) * array.row_bytes
+        pieces = stored = [before, bytes_of(rows), behind]
+        first_row = self._first_token[place] + low
+        offset, num_bytes = stored_range(array, first_row, self._first_token[place] + high)
+        if array.chunk_bytes is not None:
+            stored = [memoryview(self._pool.take(num_bytes))]
         data_path = layout.array_data(path)
-        self._fill(data_path, offset, pieces, name, place)
+        self._fill(data_path, offset, stored, name, place)
 
         def verify() -> None:
             try:
+                if array.chunk_bytes is not None:
+                    self._unpack(array, name, place, first_row, stored[0], pieces)
                 self._verify(array, name, place, first, last, pieces)
             except DamagedShardError:
-                self._forget(data_path, offset, pieces)
+                self._forget(data_path, offset, stored)
                 raise
 
         return verify
+
+    def _unpack(
+        self,
+        array: ArrayRecord,
+        name: str,
+        place: int,
+        first_row: int,
+        stored: memoryview,
+        pieces: Sequence[memoryview],
+    ) -> None:
+        try:
+            unpack_rows(array, stored, first_row, pieces)
+        except DamagedShardError as error:
+            raise self._damaged(name, place, str(error), error.chunk) from error
 
     def _verify(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 from crc32c import crc32c
 
 from storage import layout
-from storage.arrays import block_checksums
+from storage.arrays import block_checksums, end_of_data, read_rows
 from storage.catalog_file import parse_catalog
 from storage.commits import (
     TOKEN_BYTES,
@@ -19,7 +19,7 @@ from storage.commits import (
     read_commit,
     tombstoned_units,
 )
-from storage.errors import StoreError
+from storage.errors import DamagedShardError, StoreError
 from storage.files import Files
 from storage.head import check_head_file, head_files
 from storage.identity import read_identity, read_layers
@@ -255,19 +255,26 @@ def _check_array(
 ) -> Iterator[Problem]:
     reader = files.range_reader(path)
     memory = bytearray(max([READ_BYTES, *(n * array.row_bytes for n in commit.num_tokens)]))
-    wanted = iter(array.checksums.tolist())
-    token = 0
+    first_block = token = 0
     for place, num_tokens in enumerate(commit.num_tokens):
         data = memoryview(memory)[: num_tokens * array.row_bytes]
-        reader.read_into(token * array.row_bytes, [data])
-        for block, found in enumerate(block_checksums([data], array.row_bytes)):
-            if found != next(wanted):
-                chunk = (token + block * CHUNK_TOKENS) // CHUNK_TOKENS
-                hit = (commit.sequence_ids[place],)
-                yield Problem(str(commit.unit), name, chunk, hit, "checksum does not match")
+        hit = (commit.sequence_ids[place],)
+        try:
+            read_rows(reader, array, token, data)
+        except DamagedShardError as error:
+            if error.chunk is None:
+                raise
+            yield Problem(str(commit.unit), name, error.chunk, hit, str(error))
+        else:
+            for block, found in enumerate(block_checksums([data], array.row_bytes)):
+                if found != array.checksums[first_block + block]:
+                    chunk = (token + block * CHUNK_TOKENS) // CHUNK_TOKENS
+                    yield Problem(str(commit.unit), name, chunk, hit, "checksum does not match")
+        first_block += -(-num_tokens // CHUNK_TOKENS)
         token += num_tokens
-    tail = bytearray(array.file_bytes - token * array.row_bytes)
-    reader.read_into(token * array.row_bytes, [memoryview(tail)])
+    end = end_of_data(array)
+    tail = bytearray(array.file_bytes - end)
+    reader.read_into(end, [memoryview(tail)])
     reader.close()
     if crc32c(tail) != array.tail_crc32c:
         message = "padding or chunk index does not match its checksum (other Zarr readers may fail)"

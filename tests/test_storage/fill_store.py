@@ -1,6 +1,7 @@
 """Deterministic tiny sequences, and a process that fills a store with them (to be killed)."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,12 @@ def make_sequence(
     }
 
 
-def make_store(store_dir: Path, *, num_sequences: int = 12, num_units: int = 3) -> WritableStore:
+def make_store(
+    store_dir: Path, *, num_sequences: int = 12, num_units: int = 3, packing: str | None = None
+) -> WritableStore:
     """A planned store without any committed unit."""
     store = create_store(store_dir, make_identity())
-    store.add_layers(LAYERS)
+    store.add_layers(replace(record, packing=packing) for record in LAYERS)
     store.put_head_file("tokenizer/tokenizer.json", b"{}")
     store.plan_generation([f"s{i}" for i in range(num_sequences)], num_units=num_units)
     return store

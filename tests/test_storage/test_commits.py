@@ -36,6 +36,6 @@ def test_commits_survive_json(filled_dir: Path) -> None:
 def test_an_unknown_profile_is_refused(filled_dir: Path) -> None:
     files = LocalFiles(filled_dir)
     value = read_commit(files, min(committed_units(files))).to_json()
-    value["layers"]["9"]["profile"] = "packed"
-    with pytest.raises(StoreError, match="profile 'packed'"):
+    value["layers"]["9"]["profile"] = "folded"
+    with pytest.raises(StoreError, match="profile 'folded'"):
         CommitRecord.from_json(value)

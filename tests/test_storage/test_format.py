@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from crc32c import crc32c
+from numcodecs import blosc
 
 from storage.catalog import fold, read_catalog
 from storage.files import LocalFiles
@@ -43,6 +44,9 @@ def read_rows(folder: Path, array: dict[str, Any], lengths: list[int]) -> np.nda
     data = (folder / "c/0/0").read_bytes()
     assert len(data) == array["file_bytes"]
     row_bytes = array["width"] * np.dtype(array["dtype"]).itemsize
+    assert array["profile"] in ("raw", "packed")
+    if array["profile"] == "packed":
+        data = unpacked(data, unpack(array["chunk_bytes"]), sum(lengths) * row_bytes)
     checksums = iter(unpack(array["checksums"]))
     start = 0
     for length in lengths:
@@ -54,6 +58,20 @@ def read_rows(folder: Path, array: dict[str, Any], lengths: list[int]) -> np.nda
     assert crc32c(data[start:]) == array["tail_crc32c"]
     assert crc32c((folder / "zarr.json").read_bytes()) == array["metadata_crc32c"]
     return np.frombuffer(data[:start], array["dtype"]).reshape(-1, array["width"])
+
+
+def unpacked(data: bytes, chunk_bytes: tuple[int, ...], num_bytes: int) -> bytes:
+    """A packed file as a raw one: its rows, then what lies behind its chunks."""
+    rows, start = b"", 0
+    index = [(sum(chunk_bytes[:i]), size) for i, size in enumerate(chunk_bytes)]
+    for size in chunk_bytes:
+        buffer, checksum = data[start : start + size - 4], data[start + size - 4 : start + size]
+        assert int.from_bytes(checksum, "little") == crc32c(buffer)
+        rows += blosc.decompress(buffer)
+        start += size
+    assert not any(rows[num_bytes:])
+    assert struct.unpack(f"<{2 * len(index)}Q", data[start:-4]) == sum(index, ())
+    return rows[:num_bytes] + data[start:]
 
 
 def e4m3(code: int) -> float:
@@ -89,32 +107,77 @@ def decode_row(layer: dict[str, Any], row: np.ndarray, s: float) -> list[float]:
 
 def test_every_version_is_kept_golden() -> None:
     versions = [path.name for path in GOLDEN.iterdir() if path.is_dir()]
-    assert sorted(versions) == [f"v{number}" for number in range(1, FORMAT_VERSION + 1)]
+    kinds = ("", "-grown", "-joined")
+    wanted = [f"v{number}{kind}" for number in range(1, FORMAT_VERSION + 1) for kind in kinds]
+    assert sorted(versions) == sorted(wanted)
 
 
-@pytest.mark.parametrize("version", ["v1"])
-def test_golden_stores_are_read(version: str) -> None:
-    store = open_store(GOLDEN / version)
-    assert store.content_digest() == (
-        "6b1640da32b8f85ce30850d33fb4b35dfc471d18433ce71eb58105a1899f770e"
-    )
-    assert store.snapshot().id == "3c2c250e96209771:0.0"
+CONTENTS = {
+    "v1": (
+        "6b1640da32b8f85ce30850d33fb4b35dfc471d18433ce71eb58105a1899f770e",
+        "3c2c250e96209771:0.0",
+    ),
+    "v1-grown": (
+        "5d7facc12091052d11197265ff750d219ee1662eddb6d8c84421e824993d4cff",
+        "83f8599896f31cf5:0.0",
+    ),
+    "v1-joined": (
+        "78b531b94ae31b0add6223a636620e785005ca92cb6bf0cdd7345700ecbc4806",
+        "3c2c250e96209771:0.0|83f8599896f31cf5:0.0",
+    ),
+}
+"""Content digest and snapshot of each golden store. `-grown` has packed layers, one that was added
+and one that is being added; `-joined` reads both as one."""
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_golden_stores_are_read(name: str) -> None:
+    store = open_store(GOLDEN / name)
+    assert (store.content_digest(), store.snapshot().id) == CONTENTS[name]
     assert store.is_complete()
-    assert verify_store(GOLDEN / version, full=True).ok
+    if not name.endswith("-joined"):
+        assert verify_store(GOLDEN / name, full=True).ok
 
 
-def test_a_reader_written_from_the_document_agrees() -> None:
-    root = GOLDEN / "v1"
-    commit = read_record(root / "commits" / fan_out("00000-00000") / "00000-00000.json")
-    folder = root / "shards" / fan_out(commit["unit"]) / f"{commit['unit']}.{commit['attempt']}"
+def test_joined_stores_and_pending_layers_follow_the_document() -> None:
+    members = read_record(GOLDEN / "v1-joined/joined.json")["members"]
+    assert [(GOLDEN / "v1-joined" / member).resolve().name for member in members] == [
+        "v1",
+        "v1-grown",
+    ]
+    grown = GOLDEN / "v1-grown"
+    pending = {path.stem for path in (grown / "pending_layers").iterdir()}
+    visible = {path.stem for path in (grown / "layers").iterdir()}
+    assert pending == {"7", "lm_head_input"}
+    assert pending - visible == {"lm_head_input"}
+    assert set(open_store(grown).layers) == visible == {"1", "2", "3", "4", "5", "6", "7"}
+
+
+@pytest.mark.parametrize("name", ["v1", "v1-grown"])
+def test_a_reader_written_from_the_document_agrees(name: str) -> None:
+    root = GOLDEN / name
+    unit = "00000-00000"
+    commit = read_record(root / "commits" / fan_out(unit) / f"{unit}.json")
+    check_layers(root, commit, commit)
+    for path in (root / "added" / fan_out(unit) / unit).glob("*.json"):
+        added = read_record(path)
+        assert path.stem == "+".join(added["layers"])
+        check_layers(root, commit, added)
+
+
+def check_layers(root: Path, commit: dict[str, Any], record: dict[str, Any]) -> None:
+    """The layers of a commit or of an added record are what our reader gives."""
+    shards = root / "shards" / fan_out(commit["unit"])
     lengths = commit["num_tokens"]
-    scales = read_rows(folder / "scales", commit["scales"], lengths)
-    tokens = (folder / "tokens.bin").read_bytes()
+    folder = shards / f"{record['unit']}.{record['attempt']}"
+    scales = read_rows(folder / "scales", record["scales"], lengths)
+    tokens = (shards / f"{commit['unit']}.{commit['attempt']}" / "tokens.bin").read_bytes()
     ours = open_store(root).snapshot()
-    for name, array in commit["layers"].items():
+    for name, array in record["layers"].items():
         layer = read_record(root / "layers" / f"{name}.json")
         rows = read_rows(folder / "layers" / name, array, lengths)
-        column = commit["scale_columns"].index(name) if name in commit["scale_columns"] else None
+        columns = record["scale_columns"]
+        column = columns.index(name) if name in columns else None
         start = 0
         for place, length in enumerate(lengths):
             read = ours.read(ours.index_of(commit["sequence_ids"][place]), layers=[name])

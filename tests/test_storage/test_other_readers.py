@@ -9,19 +9,21 @@ import pytest
 import zarr
 
 from storage import layout
+from storage.arrays import read_rows
 from storage.commits import ArrayRecord, read_commit
-from storage.files import LocalFiles
+from storage.files import LocalFiles, LocalRangeReader
 from storage.reader import open_store
 from storage.schema import UnitId
 
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def arrays() -> list[Any]:
-    """(folder, record) of every array of the golden store."""
-    commit = read_commit(LocalFiles(GOLDEN), UnitId(0, 0))
+    """(folder, record) of every array of the golden stores, raw and packed."""
     return [
-        pytest.param(GOLDEN / folder, record, id=name) for name, folder, record in commit.arrays()
+        pytest.param(GOLDEN / store / folder, record, id=f"{store}-{name}")
+        for store in ("v1", "v1-grown")
+        for name, folder, record in read_commit(LocalFiles(GOLDEN / store), UnitId(0, 0)).arrays()
     ]
 
 
@@ -59,16 +61,18 @@ def test_every_zarr_reader_gets_the_stored_rows(
     found = READERS[reader](folder)
     assert found.shape == (record.num_tokens, record.width)
     assert found.dtype == record.dtype
-    data = np.fromfile(folder / "c/0/0", record.dtype, record.num_tokens * record.width)
-    np.testing.assert_array_equal(found, data.reshape(found.shape))
+    rows = bytearray(found.nbytes)
+    read_rows(LocalRangeReader(folder / "c/0/0"), record, 0, memoryview(rows))
+    assert found.tobytes() == rows
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_rows_are_those_that_our_reader_gives(reader: str) -> None:
-    commit = read_commit(LocalFiles(GOLDEN), UnitId(0, 0))
-    snapshot = open_store(GOLDEN).snapshot()
+@pytest.mark.parametrize("store", ["v1", "v1-grown"])
+def test_rows_are_those_that_our_reader_gives(reader: str, store: str) -> None:
+    commit = read_commit(LocalFiles(GOLDEN / store), UnitId(0, 0))
+    snapshot = open_store(GOLDEN / store).snapshot()
     for name in commit.layers:
-        rows = READERS[reader](GOLDEN / layout.array(commit.attempt_dir, name))
+        rows = READERS[reader](GOLDEN / store / layout.array(commit.attempt_dir, name))
         start = 0
         for sequence_id, num_tokens in zip(commit.sequence_ids, commit.num_tokens, strict=True):
             ours = snapshot.read(snapshot.index_of(sequence_id), layers=[name]).states[name].data
