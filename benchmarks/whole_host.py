@@ -23,6 +23,8 @@ to the results and draws it into WORK. `benchmarks/simulate_host.py` predicts th
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,8 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Runs one step."""
+    # Told to stop, as by `timeout`, it ends what it has started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     arguments = arguments_of()
     host = open_host(arguments)
 
