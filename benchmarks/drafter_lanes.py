@@ -26,7 +26,7 @@ from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter, DrafterArchitecture
 from stage2_train.fast_path import FastPath
 from stage2_train.optimizer import MasterAdamW
-from stage2_train.step import batch_loss, draft_blocks
+from stage2_train.step import batch_loss, draft_rows
 from stage2_train.target_head import TargetHead
 
 NO_LABEL = -1
@@ -253,15 +253,15 @@ class Lane:
         """Leaves in the lane how many drafted tokens of each block of its batch are right."""
         batch, head = self.batch(), self.settings.head
         # With gradients, though none is wanted: so it is the function that training compiled.
-        hidden, _ = draft_blocks(
+        rows, _ = draft_rows(
             self.drafter,
             batch,
             head=head,
             decoders=self.states.decoders,
             fast_path=self.settings.fast_path,
         )
-        rows = hidden.detach().index_select(0, batch.row_index)
-        drafted = torch.cat([head.logits(part).argmax(dim=1) for part in rows.split(_ARGMAX_ROWS)])
+        parts = rows.detach().split(_ARGMAX_ROWS)
+        drafted = torch.cat([head.logits(part).argmax(dim=1) for part in parts])
         is_right = (drafted == batch.row_label).view(self.settings.shape.num_anchors, -1)
         self._accepted.copy_(is_right.long().cumprod(dim=1).sum(dim=1))
 

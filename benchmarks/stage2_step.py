@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stage2_train.architecture import FULL, DrafterArchitecture, default_target_layer_ids
 from stage2_train.blocks import Supervision, make_blocks, offset_weights
-from stage2_train.collate import EncodedLayer, PackedBatch, batch_of
+from stage2_train.collate import EncodedLayer, PackedBatch, batch_of, with_masks
 from stage2_train.config import OptimizerConfig
 from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import INIT_STD, Drafter
@@ -276,15 +276,19 @@ def run_variant(
     lengths = [[shape.sequence_tokens] * arguments.sequences] * 4
     if arguments.ragged:
         lengths = log_normal_batches(batch_tokens, 16)
+    # On the device and with their masks, as the loader hands them over.
     batches = [
-        random_batch(
-            shape,
-            of_batch,
-            batch_tokens=batch_tokens,
-            num_anchors=num_anchors,
-            seed=seed,
-            encoding=arguments.encoding,
-        ).to(device)
+        with_masks(
+            random_batch(
+                shape,
+                of_batch,
+                batch_tokens=batch_tokens,
+                num_anchors=num_anchors,
+                seed=seed,
+                encoding=arguments.encoding,
+            ).to(device),
+            architecture=architecture_of(shape),
+        )
         for seed, of_batch in enumerate(lengths)
     ]
     trainer = make_trainer(shape, variant, arguments, device)

@@ -9,8 +9,10 @@ import torch
 from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
+from stage2_train.architecture import DrafterArchitecture
 from stage2_train.batches import Window
 from stage2_train.blocks import Blocks, Supervision, make_blocks
+from stage2_train.masks import BatchMasks, batch_masks
 from storage.encodings import EncodedStates
 from storage.reader import SequenceStates
 
@@ -56,6 +58,8 @@ class PackedBatch:
     """Blocks that are not padding."""
     num_seen_pairs: int
     """Pairs of a query and a key that it may see, in a layer without a window."""
+    masks: BatchMasks | None = None
+    """The layers' masks, where the loader has built them beside the copy to the device."""
 
     @property
     def num_state_bytes(self) -> int:
@@ -86,6 +90,7 @@ class PackedBatch:
         """Tells the allocator that a stream uses this batch, made on another one."""
         tensors = [getattr(self, f.name) for f in fields(self)]
         tensors += [part for layer in self.layers for part in (layer.data, layer.scales)]
+        tensors += () if self.masks is None else self.masks.tensors
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 tensor.record_stream(stream)
@@ -100,6 +105,17 @@ def without_weights(batch: PackedBatch) -> PackedBatch:
         num_real_tokens=0,
         num_real_blocks=0,
     )
+
+
+def with_masks(batch: PackedBatch, *, architecture: DrafterArchitecture) -> PackedBatch:
+    """Gives the batch with the attention masks of a drafter's layers, built where the batch is."""
+    masks = batch_masks(
+        batch.context_start,
+        batch.context_stop,
+        num_context_tokens=len(batch.positions),
+        architecture=architecture,
+    )
+    return replace(batch, masks=masks)
 
 
 def supervision_of(sequence: SequenceStates, window: Window) -> Supervision:

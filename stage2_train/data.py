@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from stage2_train.architecture import DrafterArchitecture
 from stage2_train.batches import Window, draw_window
 from stage2_train.blocks import offset_weights
 from stage2_train.clock import DeviceClock
-from stage2_train.collate import PackedBatch, collate, without_weights
+from stage2_train.collate import PackedBatch, collate, with_masks, without_weights
 from stage2_train.config import DrafterRun, TrainConfig
 from stage2_train.packing import PackedEpoch, pack_epoch
 from storage.errors import DamagedShardError, StoreNotFoundError
@@ -53,6 +54,8 @@ class BatchMaker:
     device: torch.device
     copies: DeviceClock | None = None
     """Counts the time that copies to a GPU take, beside its computing."""
+    add_masks: Callable[[PackedBatch], PackedBatch] | None = None
+    """Builds the attention masks of a batch on a GPU, beside its computing; None leaves them out."""
     on_damage: Callable[[DamagedShardError], None] | None = None
     """Called for each damaged sequence, which its batch then lacks; None raises."""
 
@@ -71,7 +74,10 @@ class BatchMaker:
         if self.device.type != "cuda":
             return on_host
         return _copied_ahead(
-            _made_ahead(on_host), self.device, self.copies or DeviceClock(self.device)
+            _made_ahead(on_host),
+            self.device,
+            self.copies or DeviceClock(self.device),
+            add_masks=self.add_masks,
         )
 
     def _on_host(
@@ -159,6 +165,9 @@ def make_batch_maker(
         read_threads=train.read_threads,
         device=device,
         copies=copies,
+        add_masks=partial(with_masks, architecture=architecture)
+        if device.type == "cuda" and train.attention != "sdpa"
+        else None,
         on_damage=on_damage if train.on_damage == "skip" else None,
     )
 
@@ -282,17 +291,24 @@ def _made_ahead(batches: Generator[T, None, None]) -> Generator[T, None, None]:
 
 
 def _copied_ahead(
-    batches: Iterator[PackedBatch], device: torch.device, copies: DeviceClock
+    batches: Iterator[PackedBatch],
+    device: torch.device,
+    copies: DeviceClock,
+    *,
+    add_masks: Callable[[PackedBatch], PackedBatch] | None = None,
 ) -> Iterator[PackedBatch]:
-    """Copies the next batch to the device on a side stream while the current one is used."""
+    """Copies the next batch to the device on a side stream while the current one is used.
+
+    Its masks are built there, too: a step finds all it needs.
+    """
     side = torch.cuda.Stream(device)
-    upcoming = _start_copy(batches, device, side, copies)
+    upcoming = _start_copy(batches, device, side, copies, add_masks)
     while upcoming is not None:
         # The copy was started a step ago: as a rule the stream finds it done.
         torch.cuda.current_stream(device).wait_stream(side)
         batch = upcoming
         batch.record_stream(torch.cuda.current_stream(device))
-        upcoming = _start_copy(batches, device, side, copies)
+        upcoming = _start_copy(batches, device, side, copies, add_masks)
         yield batch
 
 
@@ -301,9 +317,12 @@ def _start_copy(
     device: torch.device,
     side: torch.cuda.Stream,
     copies: DeviceClock,
+    add_masks: Callable[[PackedBatch], PackedBatch] | None,
 ) -> PackedBatch | None:
     batch = next(batches, None)
     if batch is None:
         return None
-    with torch.cuda.stream(side), copies.span():
-        return batch.to(device)
+    with torch.cuda.stream(side):
+        with copies.span():
+            copied = batch.to(device)
+        return copied if add_masks is None else add_masks(copied)

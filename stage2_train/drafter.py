@@ -207,8 +207,12 @@ def make_rotary(architecture: DrafterArchitecture) -> Qwen3RotaryEmbedding:
         return Qwen3RotaryEmbedding(config)
 
 
-def rotate(heads: Float[Tensor, "batch heads tokens head_dim"], rotation: Rotation) -> Tensor:
-    """Applies RoPE: turns the two halves of every head by the angle of its position."""
+def rotate(heads: Float[Tensor, "*heads head_dim"], rotation: Rotation) -> Tensor:
+    """Applies RoPE: turns the two halves of every head by the angle of its position.
+
+    Heads are `[batch, heads, tokens, head_dim]`, or `[tokens, heads, head_dim]` under a rotation
+    without a batch axis.
+    """
     cosines, sines = (part.unsqueeze(1) for part in rotation)
     left, right = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-right, left), dim=-1) * sines

@@ -5,7 +5,6 @@ block. From the ends of these runs the tiles that hold a visible key, and those 
 else, follow by comparison; torch's own `create_block_mask` would evaluate every cell.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -27,6 +26,11 @@ class VisibleRuns:
     context_stop: Int32[Tensor, "queries"]
     block_start: Int32[Tensor, "queries"]
     block_stop: Int32[Tensor, "queries"]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The four ends, in their order."""
+        return (self.context_start, self.context_stop, self.block_start, self.block_stop)
 
 
 def visible_runs(
@@ -107,32 +111,6 @@ def make_block_mask(runs: VisibleRuns, *, num_keys: int) -> BlockMask:
         ),
         seq_lengths=(len(context_start), num_keys),
     )
-
-
-def block_masks(
-    context_start: Int[Tensor, "blocks"],
-    context_stop: Int[Tensor, "blocks"],
-    *,
-    num_context_tokens: int,
-    block_size: int,
-    rules: Sequence[AttentionRule],
-) -> list[BlockMask]:
-    """Gives the mask of each layer, built once for equal rules."""
-    num_keys = num_context_tokens + len(context_start) * block_size
-    masks = {
-        rule: make_block_mask(
-            visible_runs(
-                context_start,
-                context_stop,
-                num_context_tokens=num_context_tokens,
-                block_size=block_size,
-                rule=rule,
-            ),
-            num_keys=num_keys,
-        )
-        for rule in set(rules)
-    }
-    return [masks[rule] for rule in rules]
 
 
 def _ordered(

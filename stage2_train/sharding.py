@@ -6,6 +6,7 @@ scattered as it appears. The layers and their arithmetic are those of the drafte
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from stage2_train.checkpoint import MODEL, OPTIMIZER
 from stage2_train.collate import PackedBatch
 from stage2_train.config import OptimizerConfig
-from stage2_train.drafter import Drafter, DrafterLayer, Rotation
-from stage2_train.fast_path import FastPath, context_forward
+from stage2_train.drafter import Drafter
+from stage2_train.fast_path import FastPath, context_forward, layer_forward
 from stage2_train.optimizer import EPS
 from stage2_train.ranks import Ranks
 from stage2_train.target_head import TargetHead
@@ -56,7 +57,7 @@ class ShardedPath(nn.Module):
             ranks: the ranks that share the drafter.
         """
         super().__init__()
-        plain = FastPath(context=context_forward, layer=dense_layer_forward)
+        plain = FastPath(context=context_forward, layer=partial(layer_forward, attend=dense_attend))
         self.fast_path = plain if fast_path is None else fast_path
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
         self.layers = nn.ModuleList(_Layer(layer, self.fast_path.layer) for layer in drafter.layers)
@@ -76,7 +77,7 @@ class ShardedPath(nn.Module):
         features: Float[Tensor, "tokens features"],
         *,
         head: TargetHead,
-    ) -> tuple[Float[Tensor, "queries hidden"], bool]:
+    ) -> tuple[Float[Tensor, "drafted hidden"], bool]:
         """Does what `FastPath.draft` does; every rank must call it as often."""
         drafted: tuple[Tensor, bool] = self(batch, features, head)
         return drafted
@@ -90,25 +91,23 @@ class ShardedPath(nn.Module):
         return fast_path.draft(self._drafter[0], batch, features, head=head)
 
 
-def dense_layer_forward(
-    layer: DrafterLayer,
-    hidden: Tensor,
-    feature: Tensor,
-    block_rotation: Rotation,
-    context_rotation: Rotation,
-    mask: Any,
-) -> tuple[Tensor, bool]:
-    """Does what `fast_path.layer_forward` does by plain attention, for CPUs; slow and simple."""
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor, layer_index: int) -> Tensor:
-        query = torch.arange(queries.shape[2], device=queries.device)[:, None]
-        key = torch.arange(keys.shape[2], device=keys.device)[None, :]
-        return scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask.mask_mod(None, None, query, key), enable_gqa=True
-        )
-
-    context = layer.self_attn.key_values(feature, context_rotation)
-    return layer(hidden, block_rotation, context, attend, 0), False
+def dense_attend(
+    queries: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Any
+) -> Tensor:
+    """Does what `fast_path.attend_by_kernels` does by plain attention, for CPUs; slow and simple."""
+    keys, values = (
+        torch.cat(parts).transpose(0, 1)[None] for parts in zip(context, own, strict=True)
+    )
+    query = torch.arange(len(queries), device=queries.device)[:, None]
+    key = torch.arange(keys.shape[2], device=keys.device)[None, :]
+    mixed = scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=mask.mask_mod(None, None, query, key),
+        enable_gqa=True,
+    )
+    return mixed[0].transpose(0, 1)
 
 
 class ShardedGradients:

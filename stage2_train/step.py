@@ -36,8 +36,9 @@ class DraftPath(Protocol):
         features: Float[Tensor, "tokens features"],
         *,
         head: TargetHead,
-    ) -> tuple[Float[Tensor, "queries hidden"], bool]:
-        """Gives the normed hidden states of the block tokens, and whether compiled code ran."""
+    ) -> tuple[Float[Tensor, "drafted hidden"], bool]:
+        """Gives the normed hidden states of all block tokens but the anchors, and whether compiled
+        code ran."""
         ...
 
 
@@ -79,11 +80,9 @@ def batch_loss(
         kind: what a row's loss is; the divergences need `lm_head_input` as the last layer.
         pace_smoothing: D-PACE's smoothing (see `pace`); None leaves the row weights as they are.
     """
-    hidden, is_compiled = draft_blocks(
+    rows, is_compiled = draft_rows(
         drafter, batch, head=head, decoders=decoders, fast_path=fast_path
     )
-    # Offset 0 and labels that do not count are dropped here: the head never sees them.
-    rows = hidden.index_select(0, batch.row_index)
     pace = torch.empty_like(batch.row_weight)
     if pace_smoothing is not None:
         rows = weighted_later(rows, pace)
@@ -156,34 +155,64 @@ def target_states(
     return states.index_select(0, batch.context_stop[block] + offset - 1)
 
 
-def draft_blocks(
+def draft_rows(
     drafter: Drafter,
     batch: PackedBatch,
     *,
     head: TargetHead,
     decoders: Sequence[LayerDecoder],
     fast_path: DraftPath | None = None,
-) -> tuple[Float[Tensor, "queries hidden"], bool]:
-    """Gives the normed hidden state of every block token, and whether compiled code made it."""
-    # The head's type is what the step computes in; weights that are sharded are fp32.
-    dtype = head.embed_weight.dtype
-    num_layers = len(drafter.architecture.target_layer_ids)
-    features = decode_features(
-        batch.layers[:num_layers],
-        decoders[:num_layers],
-        hidden_size=head.hidden_size,
-        dtype=dtype,
+) -> tuple[Float[Tensor, "rows hidden"], bool]:
+    """Gives the normed hidden state of each label that counts, and whether compiled code made it.
+
+    Offset 0 and labels that do not count are dropped here: the head never sees them.
+    """
+    if fast_path is None:
+        hidden = draft_blocks(drafter, batch, head=head, decoders=decoders)
+        return hidden.index_select(0, batch.row_index), False
+    hidden, is_compiled = fast_path.draft(
+        drafter, batch, batch_features(drafter, batch, head=head, decoders=decoders), head=head
     )
-    if fast_path is not None:
-        return fast_path.draft(drafter, batch, features, head=head)
+    # Anchors are left out: each block before a row takes one place less, and so does its own.
+    drafted_index = batch.row_index - batch.row_index // drafter.architecture.block_size - 1
+    return hidden.index_select(0, drafted_index), is_compiled
+
+
+def draft_blocks(
+    drafter: Drafter,
+    batch: PackedBatch,
+    *,
+    head: TargetHead,
+    decoders: Sequence[LayerDecoder],
+) -> Float[Tensor, "queries hidden"]:
+    """Gives the normed hidden state of every block token, by plain layers."""
+    features = batch_features(drafter, batch, head=head, decoders=decoders)
     context = drafter.context_key_values(features[None], batch.positions[None])
     drafted: Tensor = drafter(
         head.embed(batch.block_token_ids)[None],
         batch.block_positions[None],
         context,
-        training_attend(batch, drafter.architecture, dtype),
+        # The head's type is what the step computes in; weights that are sharded are fp32.
+        training_attend(batch, drafter.architecture, head.embed_weight.dtype),
     )
-    return drafted[0], False
+    return drafted[0]
+
+
+def batch_features(
+    drafter: Drafter,
+    batch: PackedBatch,
+    *,
+    head: TargetHead,
+    decoders: Sequence[LayerDecoder],
+) -> Float[Tensor, "tokens features"]:
+    """Decodes the states that the drafter's context is made of."""
+    num_layers = len(drafter.architecture.target_layer_ids)
+    return decode_features(
+        batch.layers[:num_layers],
+        decoders[:num_layers],
+        hidden_size=head.hidden_size,
+        dtype=head.embed_weight.dtype,
+    )
 
 
 def decode_features(

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from stage2_train.architecture import AttentionRule
 from stage2_train.attention import block_mask, make_sdpa_attend, visible
-from stage2_train.flex import block_masks, visible_runs
+from stage2_train.flex import make_block_mask, visible_runs
 
 RULES = [
     AttentionRule(is_causal=is_causal, sliding_window=window)
@@ -47,7 +47,8 @@ def test_tables_are_those_of_create_block_mask(num_context_tokens, num_blocks, b
 
     num_keys = num_context_tokens + num_queries
     expected = create_block_mask(rule_by_cell, None, None, num_queries, num_keys, device="cpu")
-    (found,) = block_masks(context_start, context_stop, rules=[rule], **shape)
+    runs = visible_runs(context_start, context_stop, rule=rule, **shape)
+    found = make_block_mask(runs, num_keys=num_keys)
     assert found.seq_lengths == expected.seq_lengths
     for name in TABLES + TRANSPOSED:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
@@ -65,22 +66,13 @@ def test_flex_attention_is_plain_attention():
         for num_heads, num_tokens in ((4, 128), (2, 384), (2, 384))
     ]
     for rule in RULES:
-        (flex_mask,) = block_masks(context_start, context_stop, rules=[rule], **shape)
+        runs = visible_runs(context_start, context_stop, rule=rule, **shape)
+        flex_mask = make_block_mask(runs, num_keys=384)
         plain_mask = block_mask(context_start, context_stop, rule=rule, **shape)
         torch.testing.assert_close(
             flex_attention(*heads, block_mask=flex_mask, enable_gqa=True),
             make_sdpa_attend([plain_mask])(*heads, 0),
         )
-
-
-def test_layers_of_one_rule_share_a_mask():
-    context_start, context_stop = make_anchors(256, 16)
-    rules = [RULES[0], RULES[2], RULES[0]]
-    masks = block_masks(
-        context_start, context_stop, num_context_tokens=256, block_size=8, rules=rules
-    )
-    assert masks[0] is masks[2]
-    assert masks[0] is not masks[1]
 
 
 def test_runs_never_end_before_they_start():

@@ -118,7 +118,7 @@ def make_batch(
 
 @torch.no_grad()
 def drafted(drafter: Drafter, head: TargetHead, batch: PackedBatch) -> torch.Tensor:
-    hidden, _ = draft_blocks(drafter, batch, head=head, decoders=DECODERS)
+    hidden = draft_blocks(drafter, batch, head=head, decoders=DECODERS)
     return hidden.unflatten(0, (-1, BLOCK_SIZE))
 
 
