@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,16 +118,14 @@ def children_of(pid: int) -> list[int]:
     return [each for child in direct for each in (*children_of(child), child)]
 
 
-def run_to_its_end(host: Host, command: str, run_file: Path, *arguments: str) -> None:
-    """Runs a command of the product until it ends.
+def must_end_well(name: str, process: subprocess.Popen[bytes]) -> None:
+    """Waits for a command's end.
 
     Raises:
         ValueError: it failed; its log says why.
     """
-    with running(host, command, run_file, *arguments) as process:
-        exit_code = process.wait()
-    if exit_code != 0:
-        raise ValueError(f"{command} {run_file.name} ended with exit code {exit_code}; see its log")
+    if (exit_code := process.wait()) != 0:
+        raise ValueError(f"{name} ended with exit code {exit_code}; see its log in the notes")
 
 
 def hand_over_cache(host: Host, run_file: Path, drafters: Sequence[str]) -> None:
@@ -141,27 +139,44 @@ def hand_over_cache(host: Host, run_file: Path, drafters: Sequence[str]) -> None
 
 
 def prepare(host: Host, *, num_stored: int, show: Callable[[Figures], None]) -> None:
-    """Fills the store a little, with one worker, and compiles a drafter once."""
+    """Fills the store a little with one worker, and compiles a drafter meanwhile.
+
+    Raises:
+        ValueError: a command failed; its log says why.
+    """
     changes: dict[str, dict[str, Any]] = {"data": host.table["data"] | {"limit": num_stored}}
     if torch.cuda.is_available():
         changes["extract"] = host.table["extract"] | {"gpus": [0]}
     run_file = host.run_file("prepare", changes=changes, drafters=DRAFTER_NAMES)
+    is_compiling = torch.cuda.is_available() and host.table["train"].get("compile") is not False
     start_s = time.time()
-    run_to_its_end(host, "extract", run_file)
-    stop_s = time.time()
-    found = worker_pace(worker_records(host.work / "prepare", 0), start_s=start_s, stop_s=stop_s)
-    if found is not None:
-        about = (
-            f"{num_stored} sequences in {stop_s - start_s:.0f} s with start; waiting "
-            f"{found.waiting:.1%}, computing {found.busy:.1%}, compiles {found.num_compiles}"
+    with ExitStack() as stack:
+        extraction = stack.enter_context(running(host, "extract", run_file))
+        # Waits for the first shard, then needs the GPU for little but the steps it compiles.
+        arguments = ("--drafter", DRAFTER_NAMES[0], "--prime")
+        priming = (
+            stack.enter_context(running(host, "train", run_file, *arguments))
+            if is_compiling
+            else None
         )
-        show({"host_prepare_tok_s": (found.tok_s, "tokens/s", about)})
-    if torch.cuda.is_available():
-        start_s = time.time()
-        run_to_its_end(host, "train", run_file, "--drafter", DRAFTER_NAMES[0], "--prime")
-        (archive,) = (host.work / "prepare" / "drafters").glob(".primed-*.tar")
-        archive.rename(host.compiled)
-        show({"host_prime_s": (time.time() - start_s, "s", "a drafter compiled from nothing")})
+        must_end_well("extract", extraction)
+        stop_s = time.time()
+        found = worker_pace(
+            worker_records(host.work / "prepare", 0), start_s=start_s, stop_s=stop_s
+        )
+        if found is not None:
+            about = (
+                f"{num_stored} sequences in {stop_s - start_s:.0f} s with start, a drafter "
+                f"compiling beside it; waiting {found.waiting:.1%}, computing {found.busy:.1%}"
+            )
+            show({"host_prepare_tok_s": (found.tok_s, "tokens/s", about)})
+        if priming is not None:
+            must_end_well("train --prime", priming)
+            (archive,) = (host.work / "prepare" / "drafters").glob(".primed-*.tar")
+            archive.rename(host.compiled)
+            size = host.compiled.stat().st_size / 1e6
+            about = f"from its start, waiting for the first shard included; {size:.0f} MB"
+            show({"host_prime_s": (time.time() - start_s, "s", about)})
 
 
 def keep_metrics(host: Host, run_file: Path) -> None:
@@ -237,7 +252,8 @@ def one_target(
     }
     run_file = host.run_file(name, changes=changes, drafters=[DRAFTER_NAMES[0]])
     start_s = time.time()
-    run_to_its_end(host, "extract", run_file)
+    with running(host, "extract", run_file) as extraction:
+        must_end_well("extract", extraction)
     lines = worker_records(host.work / name, 0)
     keep_metrics(host, run_file)
     found = worker_pace(lines, start_s=start_s, stop_s=time.time())

@@ -220,5 +220,5 @@ def watch(run: SideBySide, windows: Sequence[str], *, seconds: float) -> None:
             run.window(f"train_{count}", [], drafters[:count], seconds=0.6 * seconds)
         for name in (*(f"train_{count}" for count in range(2, len(drafters) + 1)), "together"):
             run.show(run.ratios(name, "alone", "over the rate of the same drafter alone"))
-    if "kill" in windows:
+    if "kill" in windows and max(len(workers), len(drafters)) > 1:
         run.kill(0.8 * seconds)

@@ -9,7 +9,7 @@
     python benchmarks/whole_host.py record WORK
 
 `prepare` writes a target of random weights and conversations of random tokens (or takes `--target`,
-`--conversations`), extracts a few of them with one worker, and compiles a drafter once.
+`--conversations`), extracts a few of them with one worker, and compiles a drafter meanwhile.
 The others run the product's own commands on them, as a user would, and say what its processes log:
 
 - `side-by-side`: all workers and all drafters are started; then some are halted (SIGSTOP) and woken
@@ -77,6 +77,7 @@ def common_table(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         target = arguments.target
         vocab_size = AutoConfig.from_pretrained(target).get_text_config().vocab_size
     tokens = arguments.tokens or shape.sequence_tokens
+    eager = {"compile": False} if arguments.eager else {}
     conversations = arguments.conversations or make_conversations(
         work / "conversations.jsonl",
         count=arguments.sequences,
@@ -91,7 +92,8 @@ def common_table(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             "batch_tokens": arguments.batch_sequences * tokens,
             # The run is stopped long before the store is full.
             "force": True,
-        },
+        }
+        | eager,
         "train": {
             "batch_tokens": tokens,
             "num_anchors": arguments.anchors,
@@ -100,7 +102,9 @@ def common_table(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             "checkpoint_steps": 1_000_000,
             "validation_steps": 1_000_000,
             "validation_sequences": 1,
-        },
+            "wait_for_store_s": 300.0,
+        }
+        | eager,
     }
 
 
@@ -124,6 +128,7 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     inputs.add_argument("--sequences", type=int, default=3000, help="that could be extracted")
     inputs.add_argument("--stored", type=int, default=120, help="extracted before drafters start")
     inputs.add_argument("--batch-sequences", type=int, default=2, help="of a forward pass")
+    inputs.add_argument("--eager", action="store_true", help="compile nothing, to try a run out")
     inputs.add_argument("--anchors", type=int, default=512)
     inputs.add_argument("--log-steps", type=int, default=4)
     parsers["side-by-side"].add_argument("--extract-gpus", type=gpu_list, required=True)
