@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from stage2_train.fp8 import FP8, Fp8Rows, product, quantize_rows
+from stage2_train.fp8 import FP8, Fp8Rows, product
 from stage2_train.target_head import TargetHead, cap_logits
 
 FillChunk = Callable[..., None]
@@ -232,6 +232,7 @@ def _fused_chunk_loss(
 ) -> None:
     """Does the same on a GPU: two products, in fp8 where the head has it, and one kernel."""
     # Imported here, for a CPU needs no Triton.
+    from stage2_train.fp8_kernels import quantize_rows_fused
     from stage2_train.loss_kernels import rows_to_gradient
 
     facts: dict[str, Any] = {
@@ -248,7 +249,7 @@ def _fused_chunk_loss(
         if gradient is not None:
             torch.mm(logits, head.lm_head_weight, out=gradient)
         return
-    logits = product(quantize_rows(hidden), head.fp8.by_output)
+    logits = product(quantize_rows_fused(hidden), head.fp8.by_output)
     if gradient is None:
         rows_to_gradient(logits, labels, weights, gradient=None, **facts)
         return
@@ -264,4 +265,6 @@ def _fused_chunk_loss(
         gradient_scales=slopes.scales[:, 0],
         **facts,
     )
-    gradient.copy_(product(slopes, head.fp8.by_input))
+    # The label's slope is as large as all others together: in the tensor cores' own running sums
+    # what they add would be cut off, a quarter of the gradient of a fresh drafter.
+    gradient.copy_(product(slopes, head.fp8.by_input, is_fast=False))

@@ -1,4 +1,4 @@
-"""The transposing kernel, interpreted and on a GPU, gives the plain transpose."""
+"""The fp8 kernels, interpreted and on a GPU, give the plain codes and the plain transpose."""
 
 import pytest
 
@@ -6,7 +6,7 @@ SCRIPT = """
 import sys
 import torch
 from stage2_train.fp8 import plain_transposed_codes, quantize_rows
-from stage2_train.fp8_kernels import transpose_codes
+from stage2_train.fp8_kernels import quantize_rows_fused, transpose_codes
 
 torch.set_default_device(sys.argv[1])
 torch.manual_seed(0)
@@ -20,9 +20,19 @@ for shape in ((40, 48), (130, 260), (16, 16)):
     # The interpreter cuts subnormal codes, 2^-9 apart, off where a GPU rounds them.
     tolerance = 0 if sys.argv[1] == "cuda" else 2.0**-9
     assert (found - expected).abs().max() <= tolerance
+    for dtype in (torch.bfloat16, torch.float32):
+        matrix = (torch.randn(shape) * 10.0 ** torch.randint(-4, 4, (shape[0], 1))).to(dtype)
+        matrix[0] = 0
+        if sys.argv[1] == "cpu":
+            # The interpreter does not round: numbers that are codes already.
+            rounded = quantize_rows(matrix)
+            matrix = (rounded.codes.float() * rounded.scales).to(dtype)
+        found, expected = quantize_rows_fused(matrix), quantize_rows(matrix)
+        assert torch.equal(found.scales, expected.scales)
+        assert torch.equal(found.codes.float(), expected.codes.float())
 """
 
 
-def test_kernel_gives_the_plain_transpose(run_script, device):
+def test_kernels_give_what_plain_operations_give(run_script, device):
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
     run_script(SCRIPT, device=device)
