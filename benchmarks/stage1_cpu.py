@@ -1,6 +1,7 @@
 """Stage 1 without a GPU: two workers against one, cost a token by number of sequences, resuming.
 
-    python benchmarks/stage1_cpu.py [--scratch DIR] [--no-record] [--quick]
+    python benchmarks/stage1_cpu.py [--only workers|cost|resume] [--scratch DIR] [--no-record]
+        [--quick]
 
 Needs two idle cores. Everything runs through the real command on small random targets:
 
@@ -10,7 +11,8 @@ Needs two idle cores. Everything runs through the real command on small random t
   whole command by the clock and the worker's own loop;
 - resume: `extract` once more on the store of 100 K sequences, with its receipt and without.
 
-About 7 minutes; `--quick` is a trial of 1 minute whose figures mean nothing.
+About 7 minutes: `workers` 3, `cost` 2, `resume` 2 (it fills its store first); `--quick` is a trial
+of 1 minute whose figures mean nothing.
 """
 
 import argparse
@@ -125,16 +127,24 @@ def measure_workers(scratch: Path, *, num_sequences: int) -> Figures:
     }
 
 
+def fill_tiny_store(scratch: Path, *, num_sequences: int) -> tuple[Path, float]:
+    """Folder of a run on a tiny target, extracted, and the seconds that took; made once."""
+    target, folder = scratch / "tiny", scratch / f"cost-{num_sequences}"
+    if folder.exists():
+        return folder, 0.0
+    if not target.exists():
+        save_target(target, hidden_size=32, num_layers=2)
+    data = scratch / f"{num_sequences}.jsonl"
+    save_data(data, num_sequences=num_sequences, num_tokens=SEQUENCE_TOKENS)
+    save_run(folder, target=target, data=data, num_workers=1, layers=[0, 1])
+    return folder, extract(folder)
+
+
 def measure_cost(scratch: Path, sizes: list[int]) -> Figures:
-    """One worker on more and more sequences; then the largest store once more."""
-    target = scratch / "tiny"
-    save_target(target, hidden_size=32, num_layers=2)
+    """One worker on more and more sequences."""
     figures: Figures = {}
     for num_sequences in sizes:
-        data, folder = scratch / f"{num_sequences}.jsonl", scratch / f"cost-{num_sequences}"
-        save_data(data, num_sequences=num_sequences, num_tokens=SEQUENCE_TOKENS)
-        save_run(folder, target=target, data=data, num_workers=1, layers=[0, 1])
-        wall_s = extract(folder)
+        folder, wall_s = fill_tiny_store(scratch, num_sequences=num_sequences)
         loop_us = 1e6 / tokens_per_s(folder)
         wall_us = 1e6 * wall_s / (num_sequences * SEQUENCE_TOKENS)
         label = f"{num_sequences // 1000}k" if num_sequences >= 1000 else str(num_sequences)
@@ -146,31 +156,46 @@ def measure_cost(scratch: Path, sizes: list[int]) -> Figures:
         "x",
         f"cost a token at {sizes[-1]:,} sequences by that at {sizes[0]:,}",
     )
-    largest = scratch / f"cost-{sizes[-1]}"
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
-    for _ in range(3):
-        seconds["with"].append(extract(largest))
-        (largest / "run" / "extract" / "finished.json").unlink()
-        seconds["without"].append(extract(largest))
-    about = f"whole command on a finished store of {sizes[-1]:,} sequences, best of 3"
-    note = f"{about}, by its receipt; goal 5"
-    figures["stage1_resume_finished_s"] = (min(seconds["with"]), "s", note)
-    note = f"{about}, receipt removed: all data read again; goal 5"
-    figures["stage1_resume_without_receipt_s"] = (min(seconds["without"]), "s", note)
     return figures
 
 
+def measure_resume(scratch: Path, *, num_sequences: int) -> Figures:
+    """The same command once more when there is nothing left to do."""
+    folder, _ = fill_tiny_store(scratch, num_sequences=num_sequences)
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(3):
+        seconds["with"].append(extract(folder))
+        (folder / "run" / "extract" / "finished.json").unlink()
+        seconds["without"].append(extract(folder))
+    about = f"whole command on a finished store of {num_sequences:,} sequences, best of 3"
+    return {
+        "stage1_resume_finished_s": (min(seconds["with"]), "s", f"{about}, by its receipt; goal 5"),
+        "stage1_resume_without_receipt_s": (
+            min(seconds["without"]),
+            "s",
+            f"{about}, receipt removed: the data are looked at again; goal 5",
+        ),
+    }
+
+
 def main() -> None:
-    """Measures all three and records them."""
+    """Measures all three, or one, and records them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("workers", "cost", "resume"), help="One part alone.")
     parser.add_argument("--scratch", type=Path, help="Folder for stores, a few hundred MB.")
     parser.add_argument("--no-record", action="store_true", help="Print only.")
     parser.add_argument("--quick", action="store_true", help="A small trial.")
     arguments = parser.parse_args()
     sizes = [100, 1_000] if arguments.quick else [1_000, 10_000, 100_000]
-    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        figures = measure_cost(Path(scratch), sizes)
-        figures |= measure_workers(Path(scratch), num_sequences=60 if arguments.quick else 600)
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        scratch = Path(folder)
+        if arguments.only in (None, "cost"):
+            figures |= measure_cost(scratch, sizes)
+        if arguments.only in (None, "resume"):
+            figures |= measure_resume(scratch, num_sequences=sizes[-1])
+        if arguments.only in (None, "workers"):
+            figures |= measure_workers(scratch, num_sequences=60 if arguments.quick else 600)
     if arguments.no_record:
         for name, (value, unit, note) in figures.items():
             print(f"{name:<36} {value:>10.4g} {unit:<6} {note}")

@@ -5,10 +5,9 @@ A path is a JSONL, Parquet or Arrow file, a folder of them, or a dataset that Hu
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from stage1_extract.problems import UnusableConversationError
 
@@ -17,8 +16,7 @@ _PARQUET_SUFFIXES = (".parquet", ".pq")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Where one row of a file lies."""
 
     start: int
@@ -52,15 +50,6 @@ class RowFile(Protocol):
     def source(self, row: Row) -> str:
         """The row's name for people."""
         ...
-
-
-def open_files(paths: Sequence[str | Path]) -> list[RowFile]:
-    """The files that some paths stand for, in order; a folder's by name.
-
-    Raises:
-        ValueError: A path leads nowhere, or to a folder without conversations.
-    """
-    return [open_file(file) for path in paths for file in files_of(Path(path))]
 
 
 def open_file(path: Path) -> RowFile:

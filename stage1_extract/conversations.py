@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stage1_extract.conversation_files import Row, RowFile, open_files, parse_line
+from stage1_extract.conversation_files import RowFile, files_of, open_file, parse_line
+from stage1_extract.conversation_index import Index, Place, index_path, keep_index, load_index
 from stage1_extract.problems import Problems, UnusableConversationError
 from stage1_extract.tool_calls import calls_of
 
@@ -48,16 +49,10 @@ class Conversation:
     """How a target wrote the answers, as `regenerate` records it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    file_index: int
-    row: Row
-
-
 class Conversations:
     """The usable conversations of some files, in file order; parsed when asked for."""
 
-    def __init__(self, files: Sequence[RowFile], places: Mapping[str, _Place], problems: Problems):
+    def __init__(self, files: Sequence[RowFile], places: Mapping[str, Place], problems: Problems):
         self._files = files
         self._places = places
         self.ids = list(places)
@@ -88,7 +83,7 @@ def read_conversations(
     bad_line_limit: int = 100,
     needs_answer: bool = True,
 ) -> Conversations:
-    """Indexes the conversations of files, in file order.
+    """Indexes the conversations of files, in file order; large unchanged files are read once.
 
     Args:
         paths: JSONL, Parquet and Arrow files, folders of them, saved datasets.
@@ -101,13 +96,32 @@ def read_conversations(
         ValueError: A file is missing or unreadable, an id occurs twice (both places are named),
             there are too many unusable rows, or no conversation is usable.
     """
-    files = open_files(paths)
+    file_paths = [file for path in paths for file in files_of(Path(path))]
+    files = [open_file(path) for path in file_paths]
+    kept_at = index_path(file_paths, [limit, strict, bad_line_limit, needs_answer])
     problems = Problems(strict=strict, limit=bad_line_limit)
-    places: dict[str, _Place] = {}
+    index = None if kept_at is None else load_index(kept_at)
+    if index is None:
+        places = _places(files, problems, limit=limit, needs_answer=needs_answer)
+        index = Index(places, problems.counts, problems.messages)
+        if kept_at is not None:
+            keep_index(kept_at, index)
+    problems.counts, problems.messages = index.counts, index.messages
+    if not index.places:
+        where = ", ".join(map(str, paths)) or "an empty list of files"
+        raise ValueError(f"no usable conversation in {where}{problems.first()}")
+    return Conversations(files, index.places, problems)
+
+
+def _places(
+    files: Sequence[RowFile], problems: Problems, *, limit: int | None, needs_answer: bool
+) -> dict[str, Place]:
+    """Where each usable conversation lies, by id; every row is read and checked."""
+    places: dict[str, Place] = {}
     for file_index, file in enumerate(files):
         for row, content in file.rows():
             if limit is not None and len(places) >= limit:
-                break
+                return places
             try:
                 record = file.parse(row, content)
                 conversation = conversation_of(
@@ -120,11 +134,8 @@ def read_conversations(
             except UnusableConversationError as problem:
                 problems.add(problem)
                 continue
-            places[conversation.id] = _Place(file_index, row)
-    if not places:
-        where = ", ".join(map(str, paths)) or "an empty list of files"
-        raise ValueError(f"no usable conversation in {where}{problems.first()}")
-    return Conversations(files, places, problems)
+            places[conversation.id] = Place(file_index, row)
+    return places
 
 
 def parse_conversation(text: bytes, *, source: str, needs_answer: bool = True) -> Conversation:
