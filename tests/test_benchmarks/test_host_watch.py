@@ -1,24 +1,14 @@
 """Windows of a whole-host run: what counts inside them is exactly what happened inside them."""
 
-import importlib.util
+import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def watch():
-    """The module, which lies outside of the packages."""
-    spec = importlib.util.spec_from_file_location("host_watch", BENCHMARKS / "host_watch.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["host_watch"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["host_watch"]
+    return importlib.import_module("host_watch")
 
 
 def worker_line(time_s: float, num_tokens: int, *, forward: float = 0.9, wait: float = 0.0):
