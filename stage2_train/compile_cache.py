@@ -34,6 +34,7 @@ TIMELESS = (
     "data_fraction",
     "read_ahead_bytes",
     "read_threads",
+    "read_processes",
     "start_after_shards",
     "wait_for_store_s",
     "on_damage",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float32
 
 from stage2_train.architecture import DrafterArchitecture
+from stage2_train.batch_processes import BatchProcesses, bytes_of_batch
 from stage2_train.batches import Window, draw_window
 from stage2_train.blocks import offset_weights
 from stage2_train.clock import DeviceClock
@@ -58,6 +59,8 @@ class BatchMaker:
     """Builds the attention masks of a batch on a GPU, beside its computing; None leaves them out."""
     on_damage: Callable[[DamagedShardError], None] | None = None
     """Called for each damaged sequence, which its batch then lacks; None raises."""
+    processes: BatchProcesses | None = None
+    """Read and pack beside this process; None does so in threads of it."""
 
     @property
     def full_weight_sum(self) -> float:
@@ -70,7 +73,10 @@ class BatchMaker:
         self, snapshot: Snapshot, planned: Iterable[Sequence[Window]], *, epoch: int
     ) -> Iterator[PackedBatch]:
         """Yields the planned batches in order, on the device, while later ones are read."""
-        on_host = self._on_host(snapshot, planned, epoch=epoch)
+        if self.processes is not None:
+            on_host = self.processes.batches(self, snapshot.id, planned, epoch=epoch)
+        else:
+            on_host = self.on_host(snapshot, planned, epoch=epoch)
         if self.device.type != "cuda":
             return on_host
         return _copied_ahead(
@@ -80,9 +86,26 @@ class BatchMaker:
             add_masks=self.add_masks,
         )
 
-    def _on_host(
+    def for_host(self) -> "BatchMaker":
+        """The same without what belongs to this process and its device."""
+        return replace(
+            self,
+            device=torch.device("cpu"),
+            copies=None,
+            add_masks=None,
+            on_damage=None,
+            processes=None,
+        )
+
+    def close(self) -> None:
+        """Ends what runs beside this process; another epoch would start it again."""
+        if self.processes is not None:
+            self.processes.close()
+
+    def on_host(
         self, snapshot: Snapshot, planned: Iterable[Sequence[Window]], *, epoch: int
     ) -> Generator[PackedBatch, None, None]:
+        """Yields the planned batches in order, on the host, while later ones are read."""
         planned, to_read = itertools.tee(planned)
         items = ([(w.sequence_index, slice(w.start, w.stop)) for w in batch] for batch in to_read)
         reading = read_ahead(
@@ -170,6 +193,25 @@ def make_batch_maker(
         else None,
         on_damage=on_damage if train.on_damage == "skip" else None,
     )
+
+
+def in_processes(maker: BatchMaker, run: DrafterRun, store: Store) -> BatchMaker:
+    """Gives the maker whose batches `train.read_processes` processes make; itself for none."""
+    if run.train.read_processes == 0:
+        return maker
+    slot_bytes = bytes_of_batch(
+        store.layers,
+        maker.layer_names,
+        batch_tokens=maker.batch_tokens,
+        num_anchors=maker.num_anchors,
+        block_size=len(maker.weight_of_offset),
+    )
+    processes = BatchProcesses(
+        partial(open_run_store, run),
+        num_processes=run.train.read_processes,
+        slot_bytes=slot_bytes,
+    )
+    return replace(maker, processes=processes)
 
 
 def plan_epoch(

@@ -16,7 +16,7 @@ from stage2_train.checkpoint import (
 )
 from stage2_train.compile import Evidence
 from stage2_train.config import DrafterRun, TrainConfig
-from stage2_train.data import make_batch_maker
+from stage2_train.data import in_processes, make_batch_maker
 from stage2_train.decode import layer_decoders
 from stage2_train.device import choose_device, choose_dtype
 from stage2_train.drafter import Drafter, initialize
@@ -88,6 +88,7 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         copies=monitor.copies,
         on_damage=monitor.note_damage,
     )
+    batches = in_processes(batches, run, store)
     training = Training(
         run=run,
         drafter=drafter,

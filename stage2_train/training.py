@@ -191,8 +191,8 @@ class Training:
                 snapshot,
                 head=self.head,
                 decoders=self.decoders,
-                # Its copies are no part of the steps' time.
-                batches=replace(self.batches, copies=None),
+                # Its copies are no part of the steps' time; the processes are an epoch ahead.
+                batches=replace(self.batches, copies=None, processes=None),
                 num_sequences=self.run.train.validation_sequences,
                 loss=self.run.train.loss,
                 fast_path=self.fast_path,
