@@ -176,7 +176,7 @@ class _Process:
             freed=freed,
             made=made,
             memory=np.frombuffer(memory, np.uint8).reshape(NUM_SLOTS, slot_bytes),
-            process_id=process.pid,
+            process_id=process.pid or 0,
             end=_ignore,
         )
         # Also called when the interpreter ends, which would wait for the process otherwise.
