@@ -1,3 +1,4 @@
+# ruff: noqa: N803, N806
 """Triton kernels of attention over two runs of keys: some context, and some of one's own block.
 
 A program holds the rows of a few whole blocks, the query heads that share a key head laid side by
@@ -114,7 +115,7 @@ def forward_kernel(
         )
     num_before = (full - first + KEYS - 1) // KEYS
     num_masked = num_before + (last - rest + KEYS - 1) // KEYS
-    for number in range(0, num_masked):
+    for number in range(num_masked):
         key = tl.where(
             number < num_before, first + number * KEYS, rest + (number - num_before) * KEYS
         )
@@ -214,7 +215,7 @@ def backward_rows_kernel(
         sums = tl.dot(inner.to(keys.dtype), keys, sums)
     num_before = (full - first + KEYS - 1) // KEYS
     num_masked = num_before + (last - rest + KEYS - 1) // KEYS
-    for number in range(0, num_masked):
+    for number in range(num_masked):
         key = tl.where(
             number < num_before, first + number * KEYS, rest + (number - num_before) * KEYS
         )
@@ -322,7 +323,7 @@ def backward_context_kernel(
     rest = tl.maximum(rest, full)
     num_before = tl.maximum(full - first + QUERIES - 1, 0) // QUERIES
     num_masked = num_before + tl.maximum(last - rest + QUERIES - 1, 0) // QUERIES
-    for part in range(0, PARTS):
+    for part in range(PARTS):
         group = kv_head * PARTS + part
         for query in range(full, rest, QUERIES):
             of_keys, of_values = _keys_step(
@@ -346,7 +347,7 @@ def backward_context_kernel(
                 ROWS,
                 False,
             )
-        for number in range(0, num_masked):
+        for number in range(num_masked):
             query = tl.where(
                 number < num_before,
                 first + number * QUERIES,

@@ -20,13 +20,15 @@ from stage2_train.flex import VisibleRuns
 _LOG2_E = 1.4426950408889634
 # Keys of a tile of context whose visible queries are written down beforehand.
 _RANGE_KEYS = 128
+# What tiles of the largest heads need: the data-centre GPUs since Hopper have it.
+_SHARED_MEMORY_BYTES = 220 * 1024
 # Queries are gathered for a tile of context in so many chunks: the first tiles are seen by nearly
 # all queries, and would take longer than all others.
 _NUM_CHUNKS = 4
 
 
 class BlockTables(NamedTuple):
-    """What the kernels know of a batch: the two runs of every query, and who sees a context tile."""
+    """What the kernels know of a batch: the runs of every query, and who sees a context tile."""
 
     context_start: Int32[Tensor, "queries"]
     context_stop: Int32[Tensor, "queries"]
@@ -48,7 +50,7 @@ class Tiling:
     num_stages: int
 
 
-_FORWARD = Tiling(rows=128, keys=128, num_warps=8, num_stages=2)
+_FORWARD = Tiling(rows=128, keys=64, num_warps=8, num_stages=3)
 _BACKWARD_ROWS = Tiling(rows=128, keys=64, num_warps=8, num_stages=2)
 _BACKWARD_CONTEXT = Tiling(rows=64, keys=_RANGE_KEYS, num_warps=8, num_stages=2)
 
@@ -62,7 +64,21 @@ def suits(
         tiling.rows // pack % block_size == 0 and num_queries % (tiling.rows // pack) == 0
         for tiling in (_FORWARD, _BACKWARD_ROWS)
     )
-    return is_whole and head_dim in (16, 32, 64, 128) and pack <= 8
+    # Places of queries are counted in 32 bits.
+    is_counted = num_queries * num_heads * head_dim < 2**31
+    return is_whole and is_counted and head_dim in (16, 32, 64, 128) and pack <= 8
+
+
+def has_room(device: torch.device) -> bool:
+    """Says whether a device is a GPU whose multiprocessors hold the kernels' tiles."""
+    if device.type != "cuda":
+        return False
+    # Imported here, for a CPU needs no Triton.
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    room_bytes: int = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return room_bytes >= _SHARED_MEMORY_BYTES
 
 
 def block_tables(runs: VisibleRuns, *, num_context_tokens: int) -> BlockTables:

@@ -56,7 +56,7 @@ class BatchMaker:
     copies: DeviceClock | None = None
     """Counts the time that copies to a GPU take, beside its computing."""
     add_masks: Callable[[PackedBatch], PackedBatch] | None = None
-    """Builds the attention masks of a batch on a GPU, beside its computing; None leaves them out."""
+    """Builds the attention masks of a batch on a GPU, beside its computing; None does not."""
     on_damage: Callable[[DamagedShardError], None] | None = None
     """Called for each damaged sequence, which its batch then lacks; None raises."""
     processes: BatchProcesses | None = None

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from stage2_train.architecture import DrafterArchitecture
-from stage2_train.block_attention import BlockTables, block_tables, suits
+from stage2_train.block_attention import BlockTables, block_tables, has_room, suits
 from stage2_train.flex import make_block_mask, visible_runs
 
 AttentionMask = BlockTables | BlockMask
@@ -34,7 +34,7 @@ def batch_masks(
     """
     block_size = architecture.block_size
     num_queries = len(context_start) * block_size
-    is_ours = context_start.is_cuda and suits(
+    is_ours = has_room(context_start.device) and suits(
         num_heads=architecture.num_attention_heads,
         num_kv_heads=architecture.num_key_value_heads,
         head_dim=architecture.head_dim,

@@ -94,7 +94,7 @@ class ShardedPath(nn.Module):
 def dense_attend(
     queries: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Any
 ) -> Tensor:
-    """Does what `fast_path.attend_by_kernels` does by plain attention, for CPUs; slow and simple."""
+    """Does what `attend_by_kernels` does by plain attention, for CPUs; slow and simple."""
     keys, values = (
         torch.cat(parts).transpose(0, 1)[None] for parts in zip(context, own, strict=True)
     )

@@ -37,8 +37,7 @@ class DraftPath(Protocol):
         *,
         head: TargetHead,
     ) -> tuple[Float[Tensor, "drafted hidden"], bool]:
-        """Gives the normed hidden states of all block tokens but the anchors, and whether compiled
-        code ran."""
+        """Gives normed states of all block tokens but anchors, and whether compiled code ran."""
         ...
 
 

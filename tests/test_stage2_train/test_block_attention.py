@@ -1,4 +1,4 @@
-"""The kernels of block attention, interpreted and on a GPU, give plain attention and its gradient."""
+"""Block attention, interpreted and on a GPU, is plain attention, and so are its gradients."""
 
 import itertools
 
