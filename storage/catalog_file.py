@@ -14,10 +14,10 @@ from jaxtyping import Bool, Shaped, UInt8
 
 from storage import layout
 from storage.arrays import bytes_of
-from storage.catalog import Catalog
+from storage.catalog import Catalog, read_catalog, select
 from storage.errors import DamagedShardError
 from storage.files import Files, RangeReader
-from storage.schema import held_out_mask
+from storage.schema import held_out_mask, unit_keys
 
 MAGIC = b"DFLCAT02"
 FIRST_MAGIC = b"DFLCAT01"
@@ -53,14 +53,26 @@ class Column:
 
 
 class StoredCatalog(Catalog):
-    """A catalog whose columns are read from its file, and checked, when they are first used."""
+    """A catalog whose columns are read from its file, and checked, when they are first used.
 
-    def __init__(self, reader: RangeReader, columns: dict[str, Column], *, place: str):
+    Where `store gc` removed an old file meanwhile, as an object store lets it, what was not read
+    yet comes from the commits of now: they say the same of the same shards.
+    """
+
+    def __init__(
+        self,
+        reader: RangeReader,
+        columns: dict[str, Column],
+        *,
+        place: str,
+        files: Files | None = None,
+    ):
         # The base is frozen.
         for name, value in (
             ("_reader", reader),
             ("_columns", columns),
             ("_place", place),
+            ("_files", files),
             ("_num_texts", 0),
         ):
             object.__setattr__(self, name, value)
@@ -70,9 +82,30 @@ class StoredCatalog(Catalog):
         columns: dict[str, Column] = object.__getattribute__(self, "_columns")
         if name not in columns:
             raise AttributeError(name)
-        column = self._read(columns[name], name)
+        try:
+            column = self._read(columns[name], name)
+        except FileNotFoundError:
+            self._take_from_commits()
+            return self.__dict__[name]
         object.__setattr__(self, name, column)
         return column
+
+    def _take_from_commits(self) -> None:
+        """Takes all columns from the catalog of now; DamagedShardError if it is of other shards."""
+        if self._files is None or not {"generation", "unit_index"} <= self.__dict__.keys():
+            raise DamagedShardError(f"{self._place} was removed; start again, for nothing is lost")
+        now = read_catalog(self._files)
+        wanted = unit_keys(self.generation, self.unit_index)
+        keep = np.isin(unit_keys(now.generation, now.unit_index), wanted)
+        found = select([now], keep=keep)
+        shapes = {each.name: getattr(found, each.name).shape for each in fields(Catalog)}
+        if any(shapes[name] != column.shape for name, column in self._columns.items()):
+            raise DamagedShardError(
+                f"{self._place} was removed, and commit records of its shards are missing; "
+                "run `store verify`"
+            )
+        for each in fields(Catalog):
+            object.__setattr__(self, each.name, getattr(found, each.name))
 
     def _read(self, column: Column, name: str) -> Shaped[np.ndarray, "..."]:
         memory = np.empty(_padded(column.num_bytes), dtype=np.uint8)
@@ -104,7 +137,11 @@ class StoredCatalog(Catalog):
             return super().held_out(fraction)
         column = self._columns["id_hash"]
         pieces = self._pieces(column, "id_hash")
-        masks = [held_out_mask(piece.view(column.dtype), fraction) for piece in pieces]
+        try:
+            masks = [held_out_mask(piece.view(column.dtype), fraction) for piece in pieces]
+        except FileNotFoundError:
+            self._take_from_commits()
+            return super().held_out(fraction)
         return np.concatenate(masks)[: column.shape[0]] if masks else np.zeros(0, dtype=np.bool_)
 
     def text(self, start: int, stop: int) -> bytes:
@@ -113,7 +150,11 @@ class StoredCatalog(Catalog):
             return super().text(start, stop)
         object.__setattr__(self, "_num_texts", self._num_texts + 1)
         memory = bytearray(stop - start)
-        self._reader.read_into(self._columns["id_text"].offset + start, [memoryview(memory)])
+        try:
+            self._reader.read_into(self._columns["id_text"].offset + start, [memoryview(memory)])
+        except FileNotFoundError:
+            self._take_from_commits()
+            return super().text(start, stop)
         return bytes(memory)
 
 
@@ -198,7 +239,7 @@ def open_catalog(files: Files, name: str) -> tuple[Catalog, int]:
         magic = bytearray(len(MAGIC))
         reader.read_into(0, [memoryview(magic)])
         if magic != FIRST_MAGIC:
-            return _parse(reader, place=place)
+            return _parse(reader, place=place, files=files)
     return parse_catalog(files.read(path), place=place)
 
 
@@ -212,7 +253,7 @@ def parse_catalog(data: bytes, *, place: str = "the catalog") -> tuple[Catalog, 
     return catalog, num_generations
 
 
-def _parse(reader: RangeReader, *, place: str) -> tuple[Catalog, int]:
+def _parse(reader: RangeReader, *, place: str, files: Files | None = None) -> tuple[Catalog, int]:
     head = bytearray(HEAD_BYTES)
     reader.read_into(0, [memoryview(head)])
     body, checksum = head[:-CHECKSUM_BYTES], head[-CHECKSUM_BYTES:]
@@ -223,7 +264,8 @@ def _parse(reader: RangeReader, *, place: str) -> tuple[Catalog, int]:
         name: Column(**{**value, "shape": tuple(value["shape"])})
         for name, value in header["columns"].items()
     }
-    return StoredCatalog(reader, columns, place=place), header["num_generations_complete"]
+    stored = StoredCatalog(reader, columns, place=place, files=files)
+    return stored, header["num_generations_complete"]
 
 
 def _parse_first_format(data: bytes, *, place: str) -> tuple[Catalog, int]:

@@ -19,7 +19,7 @@ from storage.errors import DamagedShardError, StoreError
 from storage.files import Files
 from storage.head import check_head_file, head_files
 from storage.identity import add_layers, create_identity, read_identity, read_layers
-from storage.places import files_at
+from storage.places import files_at, refuse_same_place
 from storage.records import read_record
 from storage.schema import UnitId
 from storage.verify import Problem, check_files, expected_files
@@ -65,6 +65,7 @@ def copy_store(
         DamagedShardError: a shard fails its checksums; the source is damaged.
     """
     source, target = files_at(source_dir), files_at(target_dir)
+    refuse_same_place(source, target)
     create_identity(target, read_identity(source))
     # Listed before their plans are copied, for the source may grow meanwhile.
     dead = tombstoned_units(source)

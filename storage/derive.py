@@ -16,6 +16,7 @@ from storage.encodings import (
 )
 from storage.errors import StoreError
 from storage.order import epoch_order
+from storage.places import files_at, refuse_same_place
 from storage.reader import Snapshot, open_store
 from storage.schema import LayerRecord, UnitId
 from storage.shard_writer import ShardWriter
@@ -51,6 +52,7 @@ def derive_store(
     """
     if (encoding is None) == (like is None):
         raise ValueError("give either an encoding or a store whose encodings are taken")
+    refuse_same_place(files_at(source_dir), files_at(target_dir))
     source = open_store(source_dir)
     snapshot = source.snapshot()
     target = create_store(target_dir, source.identity)

@@ -22,6 +22,16 @@ def files_at(place: str | Path) -> Files:
     return ObjectFiles.at(place)
 
 
+def refuse_same_place(source: Files, target: Files) -> None:
+    """Raises StoreError where a store would be written onto itself."""
+    if isinstance(source, LocalFiles) and isinstance(target, LocalFiles):
+        is_same = source.root.resolve() == target.root.resolve()
+    else:
+        is_same = repr(source).rstrip("/") == repr(target).rstrip("/")
+    if is_same:
+        raise StoreError(f"{target} is the source itself; name another place to write to")
+
+
 def _folder_of(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):

@@ -41,8 +41,7 @@ def collect_garbage(store_dir: str | Path, *, older_than_s: float = 86_400.0) ->
         store_dir: the store.
         older_than_s: only what was last written, or replaced by a newer catalog file, so long
             ago, in seconds. Choose it above the time a worker needs for a unit, for younger ones
-            may still be written, and above that of an epoch on an object store, whose trainers
-            read their catalog file piece by piece.
+            may still be written.
     """
     return collect_garbage_of(files_at(store_dir), older_than_s=older_than_s)
 

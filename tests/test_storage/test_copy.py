@@ -10,6 +10,7 @@ from obstore.store import MemoryStore
 
 from storage import copy as copying
 from storage.copy import copy_store
+from storage.derive import derive_store
 from storage.errors import DamagedShardError, IdentityMismatchError, StoreError
 from storage.files import LocalFiles
 from storage.object_files import ObjectFiles
@@ -193,3 +194,17 @@ def test_a_source_that_grows_meanwhile_leaves_no_shard_without_its_plan(
     monkeypatch.setattr(copying, "_copy_plans", grow)
     assert copy_store(filled_dir, BUCKET).num_copied == 3
     assert verify_store(BUCKET, full=True).ok
+
+
+def test_a_store_is_not_written_onto_itself(filled_dir: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(filled_dir.parent)
+    copy_store(filled_dir, BUCKET)
+    for source, target in (
+        (filled_dir, filled_dir.name),
+        (filled_dir, filled_dir.as_uri()),
+        (BUCKET, f"{BUCKET}/"),
+    ):
+        with pytest.raises(StoreError, match="is the source itself"):
+            copy_store(source, target)
+    with pytest.raises(StoreError, match="is the source itself"):
+        derive_store(filled_dir, filled_dir, encoding="bf16")

@@ -7,6 +7,7 @@ import pytest
 
 from storage import catalog_file, layout
 from storage.catalog import fold, read_catalog
+from storage.errors import DamagedShardError
 from storage.files import LocalFiles
 from storage.identity import create_identity
 from storage.object_files import ObjectFiles
@@ -96,3 +97,30 @@ def test_a_catalog_that_was_replaced_just_now_stays(
     assert snapshot.sequence_id(0) in ("s1", "s2")
     written[newer] -= 120.0
     assert collect_garbage_of(files, older_than_s=60.0) == [old]
+    # A trainer whose epoch is longer than that goes on: with the commits, for they say the same.
+    assert {snapshot.sequence_id(index) for index in range(2)} == {"s1", "s2"}
+    assert snapshot.index_of("s2") in (0, 1)
+    assert snapshot.num_tokens.shape == snapshot.held_out.shape == (2,)
+    files.remove(layout.commit(store.units()[0]))
+    files.remove(newer)
+    lost = Store(files, store.identity).snapshot()
+    assert lost.num_sequences == 1
+
+
+def test_a_removed_catalog_whose_commits_are_lost_is_damage(
+    making: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ObjectFiles.at("memory:///lost")
+    store = WritableStore(files, making.make_identity())
+    create_identity(files, store.identity)
+    store.add_layers(making.LAYERS)
+    store.plan_generation(["s1", "s2"], num_units=1)
+    making.fill(store)
+    fold(files, read_catalog(files))
+    monkeypatch.setattr(catalog_file, "WHOLE_BYTES", 0)
+    snapshot = Store(files, store.identity).snapshot()
+    (name,) = files.names(layout.CATALOG)
+    files.remove(layout.catalog(name))
+    files.remove(layout.commit(store.units()[0]))
+    with pytest.raises(DamagedShardError, match="commit records of its shards are missing"):
+        snapshot.sequence_id(0)
