@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from storage.copy import copy_store
 from storage.errors import StoreNotFoundError
 from storage.reader import open_store
 from storage.schema import LayerRecord
@@ -65,6 +66,12 @@ class Disk:
         elif call == "unlink":
             folder, name = self.parent(path)
             del folder.names[name]
+        elif call == "replace":
+            node = self.find(path)
+            folder, name = self.parent(path)
+            del folder.names[name]
+            folder, name = self.parent(more)
+            folder.names[name] = node
 
     def lose_power(self, target: Path, *, names_survive: bool) -> None:
         """Writes what is left to `target`."""
@@ -86,7 +93,7 @@ class Recorder:
         self.root = root
         self.calls: list[tuple[str, str, Any]] = []
         self.paths: dict[int, str] = {}
-        for name in ("open", "write", "fsync", "link", "mkdir", "unlink"):
+        for name in ("open", "write", "fsync", "link", "mkdir", "unlink", "replace"):
             monkeypatch.setattr(os, name, self.recorded(name, getattr(os, name)))
 
     def recorded(self, name: str, call: Any) -> Any:
@@ -107,7 +114,8 @@ class Recorder:
             data = bytes(arguments[1][:result]) if name == "write" else None
             entry = (name, self.paths.get(arguments[0], ""), data)
         else:
-            entry = (name, str(arguments[0]), str(arguments[1]) if name == "link" else None)
+            has_two_paths = name in ("link", "replace")
+            entry = (name, str(arguments[0]), str(arguments[1]) if has_two_paths else None)
         if Path(entry[1]).is_relative_to(self.root):
             self.calls.append(entry)
 
@@ -170,10 +178,42 @@ def test_added_layers_survive_a_power_loss_and_are_never_seen_in_part(
         store.content_digest()
 
 
+@pytest.mark.parametrize("names_survive", [False, True])
+def test_a_copy_that_lost_power_is_a_good_store_and_is_completed(
+    filled_dir: Path, tmp_path: Path, names_survive: bool
+) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(root, patch)
+        copy_store(filled_dir, root / "copy", num_threads=1)
+    assert any(call == "replace" for call, _, _ in recorder.calls)
+    disk = Disk(root)
+    points = sorted(crash_points(recorder))
+    points = {*points[::9], *points[-6:]}
+    digest = open_store(filled_dir).content_digest()
+    for number, call in enumerate(recorder.calls, start=1):
+        disk.apply(*call)
+        if number not in points:
+            continue
+        left = tmp_path / f"left-{number}"
+        disk.lose_power(left, names_survive=names_survive)
+        try:
+            store = open_store(left / "copy")
+        except StoreNotFoundError:
+            continue
+        assert verify_store(left / "copy", full=True).problems == []
+        store.content_digest()
+        if number % 4 == 0:
+            copy_store(filled_dir, left / "copy")
+            assert open_store(left / "copy").content_digest() == digest
+    assert open_store(left / "copy").content_digest() == digest
+
+
 def crash_points(recorder: Recorder) -> Iterator[int]:
     """After every flush and every change of names; writes between change nothing durable."""
     for number, (call, _, _) in enumerate(recorder.calls, start=1):
-        if call in ("fsync", "link", "unlink"):
+        if call in ("fsync", "link", "unlink", "replace"):
             yield number
 
 
