@@ -343,25 +343,25 @@ def forward_only_s(worker: BenchmarkWorker) -> float:
 def run_sweep(
     target: TransformersTarget, arguments: argparse.Namespace, layers: Sequence[str]
 ) -> Figures:
-    """Our forward pass at several batch sizes, eager and compiled."""
+    """Our forward pass at several batch sizes, compiled."""
     figures: Figures = {}
     tokens = arguments.sequence_tokens
     rng = np.random.default_rng(1)
     for count in (int(each) for each in arguments.sweep.split(",")):
         batch = [rng.integers(0, 500, tokens, dtype=np.int32) for _ in range(count)]
-        for name, rows in (("packed_eager", ()), ("packed_compiled", (count * tokens,))):
-            with default_stance():
-                target.compiled = None
-                choose_batching(target, batch[:2], layers=layers, compiled_rows=rows)
-                seconds = median_s(
-                    lambda batch=batch: target.hidden_states(batch, layers=layers), target.device
-                )
-            figures[f"stage1_forward_{name}_{count}"] = (
-                count * tokens / seconds,
-                "tokens/s",
-                f"{count} sequences, {seconds * 1e3:.1f} ms"
-                + ("" if target.compiled or not rows else ", NOT COMPILED"),
+        with default_stance():
+            target.compiled = None
+            rows = (count * tokens,)
+            choose_batching(target, batch[:2], layers=layers, compiled_rows=rows)
+            seconds = median_s(
+                lambda batch=batch: target.hidden_states(batch, layers=layers), target.device
             )
+        figures[f"stage1_forward_packed_compiled_{count}"] = (
+            count * tokens / seconds,
+            "tokens/s",
+            f"{count} sequences, {seconds * 1e3:.1f} ms"
+            + ("" if target.compiled else ", NOT COMPILED"),
+        )
     target.compiled = None
     return figures
 

@@ -2,18 +2,20 @@
 
 Registered with transformers as the attention function "packed_sequences". The model hands on the
 boundaries that its forward pass was called with, on the device (`cu_seq_lens_q`: transformers' own
-name) and on the host, so that nobody waits for the device to know them. On a GPU one
-variable-length kernel does all sequences; elsewhere, and for what the kernel cannot do (float32,
-soft caps, sinks, other widths), those of like length are done together. To the compiler it is one
-opaque operator of fixed shapes, whatever the boundaries.
+name) and on the host, so that nobody waits for the device to know them. On a GPU one kernel does
+all sequences: our own from Hopper on, torch's `varlen_attn` on older ones and for widths that ours
+does not take. Elsewhere, and for what neither can do (float32; soft caps and sinks on older GPUs),
+those of like length are done together. To the compiler it is one opaque operator of fixed shapes,
+whatever the boundaries.
 """
 
 import inspect
 import itertools
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int32
 from numpy import ndarray
@@ -134,11 +136,16 @@ def _packed_attention(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Float[Tensor, "1 tokens heads value_width"]:
-    # Repeated ends stand for no sequence.
-    starts = [0, *dict.fromkeys(host_boundaries[1:].tolist())]
-    longest = max(end - start for start, end in itertools.pairwise(starts))
+    starts, longest = _starts_of(host_boundaries.numpy().tobytes())
     if sliding_window is not None and sliding_window >= longest:
         sliding_window = None
+    if query.is_cuda:
+        # Imported only here: Triton is made for GPUs.
+        from stage1_extract.attention_kernel import attend_by_tiles, can_attend
+
+        if can_attend(query, key, value):
+            rule = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+            return attend_by_tiles(query, key, value, starts, scaling=scaling, **rule)
     if softcap is None and s_aux is None:
         if _kernel_can(query, value):
             ends = boundaries[: len(starts)]
@@ -154,7 +161,18 @@ def _packed_attention(
             s_aux=s_aux,
         )
         max_scores = MAX_SCORES
-    return attend_in_rectangles(query, key, value, tuple(starts), attend, max_scores=max_scores)
+    return attend_in_rectangles(query, key, value, starts, attend, max_scores=max_scores)
+
+
+@lru_cache(maxsize=8)
+def _starts_of(boundaries: bytes) -> tuple[tuple[int, ...], int]:
+    """First token of each sequence with the end of the last, and the longest one's tokens.
+
+    Repeated ends stand for no sequence. Every layer of a forward pass asks the same.
+    """
+    ends = np.frombuffer(boundaries, dtype=np.int32)[1:].tolist()
+    starts = (0, *dict.fromkeys(ends))
+    return starts, max(end - start for start, end in itertools.pairwise(starts))
 
 
 def _packed_attention_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
