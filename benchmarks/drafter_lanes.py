@@ -85,7 +85,7 @@ def flat_batch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A batch, filled up to its shape with rows that count for nothing, as (numbers, weights).
 
-    Those rows stand at the first block's anchor, which has no label, and have no weight.
+    Those rows stand at the first block's offset 1 and have no weight.
     """
     missing = shape.num_rows - len(batch.row_index)
     values = {
@@ -96,7 +96,8 @@ def flat_batch(
         },
         "block_token_ids": batch.block_token_ids.numpy(),
         "block_positions": batch.block_positions.numpy(),
-        "row_index": np.pad(batch.row_index.numpy(), (0, missing)),
+        # Not at an anchor: compiled layers leave anchors out.
+        "row_index": np.pad(batch.row_index.numpy(), (0, missing), constant_values=1),
         "row_label": np.pad(batch.row_label.numpy(), (0, missing)),
     }
     numbers = np.concatenate([values[name] for name in shape.sizes]).astype(np.int32)
