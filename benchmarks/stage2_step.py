@@ -271,6 +271,8 @@ def run_variant(
     peak: float,
 ) -> dict[str, tuple[float, str, str]]:
     """Checks, warms up and times one variant; gives its figures by name."""
+    # Three kinds of layers in three variants are more than torch's limit of compilations.
+    torch._dynamo.reset()
     batch_tokens = shape.sequence_tokens * arguments.sequences
     num_anchors = arguments.anchors * arguments.sequences
     lengths = [[shape.sequence_tokens] * arguments.sequences] * 4

@@ -266,6 +266,8 @@ exact_loss, exact = gradients(None, torch.float64, torch.device("cpu"))
 for fp8, loss_error, gradient_error in (
     (False, 5e-3, 5e-2), (True, 2e-2, 0.35), ("all", 2e-2, 0.35)
 ):
+    # First, middle and last layer of all forms together are more than torch's limit.
+    torch._dynamo.reset()
     loss, found = gradients(make_fast_path(is_compiled=True), torch.bfloat16, device, fp8)
     assert abs(loss - exact_loss) <= loss_error * exact_loss, (fp8, loss, exact_loss)
     for name, gradient in exact.items():
