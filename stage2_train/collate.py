@@ -107,13 +107,16 @@ def without_weights(batch: PackedBatch) -> PackedBatch:
     )
 
 
-def with_masks(batch: PackedBatch, *, architecture: DrafterArchitecture) -> PackedBatch:
+def with_masks(
+    batch: PackedBatch, *, architecture: DrafterArchitecture, is_flex_wanted: bool = False
+) -> PackedBatch:
     """Gives the batch with the attention masks of a drafter's layers, built where the batch is."""
     masks = batch_masks(
         batch.context_start,
         batch.context_stop,
         num_context_tokens=len(batch.positions),
         architecture=architecture,
+        is_flex_wanted=is_flex_wanted,
     )
     return replace(batch, masks=masks)
 

@@ -81,9 +81,10 @@ class TrainConfig(Settings):
     """Arithmetic type of the drafter; None takes bfloat16 where the device has fast bf16 matrix
     products (GPUs, CPUs with AMX or AVX512-BF16). Master weights are fp32 always."""
     attention: Literal["sdpa", "flex"] | None = None
-    """Attention path: `sdpa` the plain reference, `flex` compiled on a GPU; None chooses."""
+    """Attention path: `sdpa` the plain reference; on a GPU `flex` for FlexAttention. None chooses:
+    on a GPU kernels of our own where they take the drafter's shape, else FlexAttention."""
     compile: bool | None = None
-    """Compile the drafter's layers; None does so on a GPU. Only with `attention = "flex"`."""
+    """Compile the drafter's layers; None does so on a GPU. Not with `attention = "sdpa"`."""
     fp8: bool | Literal["all"] = False
     """Multiply in fp8 with row scales on GPUs that can: MLP, projections and LM head. `true` leaves
     weight gradients in the drafter's own type, `"all"` makes them of fp8 products, too."""

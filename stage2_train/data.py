@@ -188,7 +188,9 @@ def make_batch_maker(
         read_threads=train.read_threads,
         device=device,
         copies=copies,
-        add_masks=partial(with_masks, architecture=architecture)
+        add_masks=partial(
+            with_masks, architecture=architecture, is_flex_wanted=train.attention == "flex"
+        )
         if device.type == "cuda" and train.attention != "sdpa"
         else None,
         on_damage=on_damage if train.on_damage == "skip" else None,

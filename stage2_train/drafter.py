@@ -6,7 +6,7 @@ them once for each position and keeps them.
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -214,6 +214,27 @@ def rotate(heads: Float[Tensor, "*heads head_dim"], rotation: Rotation) -> Tenso
     without a batch axis.
     """
     cosines, sines = (part.unsqueeze(1) for part in rotation)
+    if not torch.is_grad_enabled():
+        return turned(heads, cosines, sines)
+    return cast(Tensor, _Turn.apply(heads, cosines, sines))  # type: ignore[no-untyped-call]
+
+
+class _Turn(torch.autograd.Function):
+    """The gradient of a turn is the turn back: both halves of a head have the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return turned(heads, cosines, sines)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cosines, sines = ctx.saved_tensors
+        return turned(grads[0], cosines, -sines), None, None
+
+
+def turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turns the halves of heads by angles whose cosines and sines are given."""
     left, right = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-right, left), dim=-1) * sines
 

@@ -27,19 +27,25 @@ def batch_masks(
     *,
     num_context_tokens: int,
     architecture: DrafterArchitecture,
+    is_flex_wanted: bool = False,
 ) -> BatchMasks:
     """Gives the mask of each layer, without waiting for the device.
 
-    Tables of our own kernels where these take the drafter's shape on a GPU, else FlexAttention's.
+    Tables of our own kernels where these take the drafter's shape on a GPU, else FlexAttention's;
+    those always where they are wanted.
     """
     block_size = architecture.block_size
     num_queries = len(context_start) * block_size
-    is_ours = has_room(context_start.device) and suits(
-        num_heads=architecture.num_attention_heads,
-        num_kv_heads=architecture.num_key_value_heads,
-        head_dim=architecture.head_dim,
-        num_queries=num_queries,
-        block_size=block_size,
+    is_ours = (
+        not is_flex_wanted
+        and has_room(context_start.device)
+        and suits(
+            num_heads=architecture.num_attention_heads,
+            num_kv_heads=architecture.num_key_value_heads,
+            head_dim=architecture.head_dim,
+            num_queries=num_queries,
+            block_size=block_size,
+        )
     )
     masks: dict[object, AttentionMask] = {}
     tensors: list[Tensor] = []

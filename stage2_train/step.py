@@ -174,7 +174,24 @@ def draft_rows(
     )
     # Anchors are left out: each block before a row takes one place less, and so does its own.
     drafted_index = batch.row_index - batch.row_index // drafter.architecture.block_size - 1
-    return hidden.index_select(0, drafted_index), is_compiled
+    taken: Tensor = _TakenRows.apply(hidden, drafted_index)  # type: ignore[no-untyped-call]
+    return taken, is_compiled
+
+
+class _TakenRows(torch.autograd.Function):
+    """Takes different rows: their gradients are written to their places, not added up there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(hidden)
+        return hidden.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,), (gradient,) = ctx.saved_tensors, grads
+        whole = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
+        return whole.index_copy_(0, index, gradient), None
 
 
 def draft_blocks(
