@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from stage1_extract import target_transformers
-from stage1_extract.config import Batching, TargetConfig
+from stage1_extract.config import Batching, ExtractConfig, TargetConfig
 from stage1_extract.parity import (
     ParityError,
     check_parity,
     choose_batching,
+    choose_way,
+    is_compiling_wanted,
     relative_differences,
 )
 from stage1_extract.target import load_target
@@ -37,6 +39,36 @@ def target(target_folder: Callable[..., Path]) -> TransformersTarget:
 def test_right_states_pass(target: TransformersTarget, batching: Batching) -> None:
     target.batching = batching
     assert check_parity(target, SEQUENCES, layers=LAYERS) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("compile_", "gpus", "on_gpu", "on_cpu"),
+    [
+        (None, 1, True, False),
+        (True, 1, True, True),
+        (False, 1, False, False),
+        (None, 2, *[False] * 2),
+    ],
+)
+def test_layers_run_compiled_where_a_gpu_is_unless_the_settings_say_otherwise(
+    compile_: bool | None, gpus: int, on_gpu: bool, on_cpu: bool
+) -> None:
+    settings = ExtractConfig(compile=compile_, gpus_per_worker=gpus)
+    assert is_compiling_wanted(settings, device="cuda:3") is on_gpu
+    assert is_compiling_wanted(settings, device="cpu") is on_cpu
+
+
+def test_a_target_on_several_gpus_is_never_compiled() -> None:
+    settings = ExtractConfig(compile=True, gpus_per_worker=2)
+    with pytest.raises(ValueError, match=r"extract\.compile = true: .* remove one"):
+        is_compiling_wanted(settings, device="cuda")
+
+
+def test_the_settings_choose_the_way(target: TransformersTarget) -> None:
+    """As a worker, `plan --measure` and `add-layers` do it."""
+    settings = ExtractConfig(batching="single")
+    choose_way(target, SEQUENCES, layers=LAYERS, settings=settings, batch_tokens=64)
+    assert (target.batching, target.compiled) == ("single", None)
 
 
 def wrong_layer(states: States) -> States:
