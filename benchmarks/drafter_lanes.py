@@ -166,6 +166,12 @@ class ResidentStates:
     layers: Sequence[EncodedLayer]
     decoders: Sequence[LayerDecoder]
 
+    def with_layer(self, number: int, *, of: "ResidentStates") -> "ResidentStates":
+        """The same with one layer taken from another encoding."""
+        layers, decoders = list(self.layers), list(self.decoders)
+        layers[number], decoders[number] = of.layers[number], of.decoders[number]
+        return ResidentStates(layers=layers, decoders=decoders)
+
     def at(self, rows: Tensor) -> tuple[EncodedLayer, ...]:
         """The stored states of some tokens, `NO_ROW` being the zero one."""
         last = len(self.layers[0].data) - 1
@@ -309,11 +315,17 @@ class Lane:
             self._run("gradients")
             self.optimizer.step(rate)
 
-    def judge(self, numbers: Tensor, out: Tensor) -> None:
-        """Fills `out` with the accepted tokens of each block of an answer batch; does not wait."""
+    def judge(self, numbers: Tensor, out: Tensor, *, is_recorded: bool = True) -> None:
+        """Fills `out` with the accepted tokens of each block of an answer batch; does not wait.
+
+        Other states than those at its recording are seen without it only.
+        """
         with torch.cuda.stream(self._stream):
             self._numbers.copy_(numbers)
-            self._run("acceptance")
+            if is_recorded:
+                self._run("acceptance")
+            else:
+                self.acceptance()
             out.copy_(self._accepted)
 
     def loss(self) -> float:

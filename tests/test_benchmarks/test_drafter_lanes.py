@@ -26,12 +26,18 @@ STOP = 63
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import acceptance_data
+    import acceptance_states
     import acceptance_table
     import drafter_lanes
     import encoding_acceptance
 
     return SimpleNamespace(
-        lanes=drafter_lanes, acceptance=encoding_acceptance, table=acceptance_table
+        lanes=drafter_lanes,
+        data=acceptance_data,
+        states=acceptance_states,
+        table=acceptance_table,
+        acceptance=encoding_acceptance,
     )
 
 
@@ -46,7 +52,7 @@ def make_texts(bench: Any) -> Any:
         tokens[-1] = STOP
         token_ids.append(tokens.astype(np.int32))
         masks.append(np.arange(length) >= 7)
-    return bench.acceptance.Texts(
+    return bench.data.Texts(
         ids=[f"{'judged' if number % 4 == 0 else 'math'}-{number:02d}" for number in range(40)],
         token_ids=token_ids,
         loss_masks=masks,
@@ -95,8 +101,8 @@ def parts(bench: Any) -> Any:
     )
     train = TrainConfig(batch_tokens=160, num_anchors=48, max_steps=60)
     shape = bench.lanes.BatchShape(batch_tokens=160, num_anchors=48, block_size=BLOCK)
-    settings = bench.acceptance.BatchSettings(train=train, shape=shape, mask_token_id=62)
-    bench.acceptance.keep(texts, settings)
+    settings = bench.data.BatchSettings(train=train, shape=shape, mask_token_id=62)
+    bench.data.keep(texts, settings)
     lane = bench.lanes.Lane(
         settings=bench.lanes.LaneSettings(
             architecture=architecture,
@@ -108,7 +114,7 @@ def parts(bench: Any) -> Any:
             dtype=torch.float32,
             fast_path=None,
         ),
-        states=bench.acceptance.resident_states("bf16", states, states),
+        states=bench.states.resident_states("bf16", states, states),
     )
     drafter = Drafter(architecture)
     initialize(drafter, seed=3)
@@ -134,15 +140,15 @@ def stored(parts: Any, index: int) -> SequenceStates:
 
 def test_a_step_has_the_product_s_loss_and_gradients(bench: Any, parts: Any) -> None:
     train, lane = parts.settings.train, parts.lane
-    batches = bench.acceptance.make_batches(3, 0, 4)
-    for number, (epoch, windows) in enumerate(bench.acceptance.windows_of(3, 4)):
+    batches = bench.data.make_batches(3, 0, 4)
+    for number, (epoch, windows) in enumerate(bench.data.windows_of(3, 4)):
         batch = collate(
             [stored(parts, window.sequence_index) for window in windows],
             windows,
             layer_names=["0", "1"],
             batch_tokens=train.batch_tokens,
             num_anchors=train.num_anchors,
-            weight_of_offset=bench.acceptance.offset_weights(BLOCK),
+            weight_of_offset=bench.data.offset_weights(BLOCK),
             mask_token_id=62,
             seed=3,
             epoch=epoch,
@@ -164,8 +170,8 @@ def test_a_step_has_the_product_s_loss_and_gradients(bench: Any, parts: Any) -> 
 
 def test_no_row_stands_at_an_anchor(bench: Any, parts: Any) -> None:
     """Compiled layers leave anchors out, rows that only fill up a batch included."""
-    batches = bench.acceptance.make_batches(0, 0, 5)
-    judged, _ = bench.acceptance.judged_batches(parts.texts, parts.settings)
+    batches = bench.data.make_batches(0, 0, 5)
+    judged, _ = bench.data.judged_batches(parts.texts, parts.settings)
     for numbers in (*batches.numbers, *judged):
         rows = parts.settings.shape.parts(torch.from_numpy(numbers))["row_index"]
         assert bool((rows % BLOCK != 0).all())
@@ -173,10 +179,10 @@ def test_no_row_stands_at_an_anchor(bench: Any, parts: Any) -> None:
 
 
 def test_the_walk_is_the_product_s(bench: Any, parts: Any) -> None:
-    batches = bench.acceptance.make_batches(0, 0, 150)
+    batches = bench.data.make_batches(0, 0, 150)
     for numbers, weights in zip(batches.numbers, batches.weights, strict=True):
         parts.lane.step(torch.from_numpy(numbers), torch.from_numpy(weights), 5e-3)
-    judged, groups = bench.acceptance.judged_batches(parts.texts, parts.settings)
+    judged, groups = bench.data.judged_batches(parts.texts, parts.settings)
     laboratory = bench.acceptance.Laboratory(
         texts=parts.texts,
         settings=parts.settings,
@@ -203,7 +209,7 @@ def test_the_walk_is_the_product_s(bench: Any, parts: Any) -> None:
 def test_states_lie_encoded_and_their_padding_decodes_to_zero(
     bench: Any, parts: Any, encoding: str
 ) -> None:
-    resident = bench.acceptance.resident_states(encoding, parts.states, parts.states)
+    resident = bench.states.resident_states(encoding, parts.states, parts.states)
     rows = torch.tensor([5, bench.lanes.NO_ROW, 17])
     from stage2_train.step import decode_features
 
