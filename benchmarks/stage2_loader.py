@@ -7,7 +7,8 @@ A real store is written (random states of the shape's widths, 3,072 tokens a seq
 training runs on it: the reader, the packing, the copies, the steps. The synthetic rate is that of
 the same steps, in the same process, on batches that lie on the device already; it is taken before
 and after. The store is read with the page cache dropped (posix_fadvise of every file; all caches
-where the process may) and warm. Waiting is counted by the device's own clock.
+where the process may) and warm. Waiting is counted by the device's own clock. What the reader gives
+without a training behind it, cold, says what the disk allows.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,15 @@ from results import record
 from shapes import SHAPES
 from synthetic_store import make_store
 
+from stage2_train.batches import Window
 from stage2_train.config import DrafterConfig, DrafterRun, OptimizerConfig, TrainConfig
 from stage2_train.data import plan_epoch
 from stage2_train.position import Position
 from stage2_train.preparation import prepare
 from stage2_train.signals import StopSignals
 from stage2_train.training import StepBatches, Training
-from storage.reader import open_store
+from storage.reader import Snapshot, open_store
+from storage.stream import read_ahead
 
 Figures = dict[str, tuple[float, str, str]]
 WARMUP_STEPS = 6
@@ -50,7 +53,7 @@ def run_of(arguments: argparse.Namespace, store_dir: Path, drafter_dir: Path) ->
             epochs=1_000_000,
             batch_tokens=arguments.tokens,
             num_anchors=arguments.anchors,
-            fp8=arguments.fp8,
+            fp8="all" if arguments.fp8 else False,
             checkpoint_steps=10**9,
             validation_steps=10**9,
             log_steps=10**9,
@@ -77,6 +80,9 @@ class Pass:
     """Share of the steps' time that the device waited for data, the first batch apart."""
     first_batch_s: float
     """Wait for the first batch, which an epoch has once: nothing was read ahead of it."""
+    longest_wait_s: float
+    num_waits: int
+    """Steps that waited for more than a hundredth of their time."""
 
 
 def timed_steps(training: Training, steps: Iterator[StepBatches]) -> Pass:
@@ -88,16 +94,20 @@ def timed_steps(training: Training, steps: Iterator[StepBatches]) -> Pass:
         training.step(next(steps), position, steps=10**9, stop=stop)
         wait(device)
         first_batch_s = waits.take_s()
-        num_steps, start_s = 0, time.perf_counter()
+        waited_s, start_s = [], time.perf_counter()
         for batches in steps:
             training.step(batches, position, steps=10**9, stop=stop)
-            num_steps += 1
+            # Of the steps that the device is through with: not always this one, but each once.
+            waited_s.append(waits.take_s())
         wait(device)
         elapsed_s = time.perf_counter() - start_s
+    step_s = elapsed_s / len(waited_s)
     return Pass(
-        step_s=elapsed_s / num_steps,
-        wait_fraction=waits.take_s() / elapsed_s,
+        step_s=step_s,
+        wait_fraction=(sum(waited_s) + waits.take_s()) / elapsed_s,
         first_batch_s=first_batch_s,
+        longest_wait_s=max(waited_s),
+        num_waits=sum(each > 0.01 * step_s for each in waited_s),
     )
 
 
@@ -134,6 +144,8 @@ def measure(arguments: argparse.Namespace, encoding: str, scratch: Path) -> Figu
     count = min(arguments.steps, len(planned))
     without = [timed_steps(training, synthetic(count // 2)).step_s]
     drop_page_cache(store_dir)
+    reader_bytes_per_s = read_rate(training, snapshot, planned[:count])
+    drop_page_cache(store_dir)
     cold = timed_steps(training, from_store(count))
     without.append(timed_steps(training, synthetic(count // 2)).step_s)
     for _ in training.batches.batches(snapshot, planned[:count], epoch=0):
@@ -153,8 +165,25 @@ def measure(arguments: argparse.Namespace, encoding: str, scratch: Path) -> Figu
         tokens=arguments.tokens,
         synthetic_s=synthetic_s,
         needed_bytes_per_s=needed,
+        reader_bytes_per_s=reader_bytes_per_s,
         passes={"cold": cold, "warm": warm},
     )
+
+
+def read_rate(training: Training, snapshot: Snapshot, planned: Sequence[Sequence[Window]]) -> float:
+    """Bytes of states by second that the reader gives when nobody trains on them."""
+    maker = training.batches
+    items = ([(w.sequence_index, slice(w.start, w.stop)) for w in batch] for batch in planned)
+    num_bytes, start_s = 0, time.perf_counter()
+    for sequences in read_ahead(
+        snapshot,
+        items,
+        layers=maker.layer_names,
+        read_ahead_bytes=maker.read_ahead_bytes,
+        num_threads=maker.read_threads,
+    ):
+        num_bytes += sum(part.data.nbytes for each in sequences for part in each.states.values())
+    return num_bytes / (time.perf_counter() - start_s)
 
 
 def figures(
@@ -164,12 +193,18 @@ def figures(
     tokens: int,
     synthetic_s: float,
     needed_bytes_per_s: float,
+    reader_bytes_per_s: float,
     passes: dict[str, Pass],
 ) -> Figures:
     """Names what was measured."""
     found: Figures = {
         f"stage2_synthetic_tok_s_{label}": (tokens / synthetic_s, "tokens/s", note),
         f"stage2_read_needed_{label}": (needed_bytes_per_s / 1e9, "GB/s", "at the synthetic rate"),
+        f"stage2_read_alone_{label}": (
+            reader_bytes_per_s / 1e9,
+            "GB/s",
+            "page cache dropped, nobody trains",
+        ),
     }
     for name, done in passes.items():
         cache = {"cold": "page cache dropped", "warm": "in the page cache"}[name]
@@ -179,7 +214,11 @@ def figures(
                 "fraction",
                 f"{note}; {cache}; {done.step_s * 1e3:.1f} against {synthetic_s * 1e3:.1f} ms",
             ),
-            f"stage2_data_wait_fraction_{label}_{name}": (done.wait_fraction, "fraction", cache),
+            f"stage2_data_wait_fraction_{label}_{name}": (
+                done.wait_fraction,
+                "fraction",
+                f"{cache}; {done.num_waits} steps waited, longest {done.longest_wait_s * 1e3:.0f} ms",
+            ),
             f"stage2_first_batch_{label}_{name}": (
                 done.first_batch_s,
                 "s",
@@ -225,7 +264,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3072, help="tokens of a sequence, a batch")
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--fp8", action="store_true", help="fp8 products in the step")
+    parser.add_argument("--fp8", action="store_true", help="all products of the step in fp8")
     parser.add_argument("--read-ahead-bytes", type=int, default=1_000_000_000)
     parser.add_argument("--scratch", type=Path, help="where the store is written; needs 20 GB")
     parser.add_argument("--no-record", action="store_true")
