@@ -208,6 +208,7 @@ def figures(
     }
     for name, done in passes.items():
         cache = {"cold": "page cache dropped", "warm": "in the page cache"}[name]
+        waits = f"{done.num_waits} steps waited, the longest {done.longest_wait_s * 1e3:.0f} ms"
         found |= {
             f"stage2_loader_fraction_of_synthetic_{label}_{name}": (
                 synthetic_s / done.step_s,
@@ -217,7 +218,7 @@ def figures(
             f"stage2_data_wait_fraction_{label}_{name}": (
                 done.wait_fraction,
                 "fraction",
-                f"{cache}; {done.num_waits} steps waited, longest {done.longest_wait_s * 1e3:.0f} ms",
+                f"{cache}; {waits}",
             ),
             f"stage2_first_batch_{label}_{name}": (
                 done.first_batch_s,
