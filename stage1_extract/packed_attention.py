@@ -144,8 +144,16 @@ def _packed_attention(
         from stage1_extract.attention_kernel import attend_by_tiles, can_attend
 
         if can_attend(query, key, value):
-            rule = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-            return attend_by_tiles(query, key, value, starts, scaling=scaling, **rule)
+            return attend_by_tiles(
+                query,
+                key,
+                value,
+                starts,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                s_aux=s_aux,
+            )
     if softcap is None and s_aux is None:
         if _kernel_can(query, value):
             ends = boundaries[: len(starts)]

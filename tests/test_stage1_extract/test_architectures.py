@@ -148,8 +148,18 @@ def vision() -> dict[str, Any]:
     }
 
 
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+
+
 def wrapped(kind: str, text_kind: str, **other: Any) -> Any:
-    text = CONFIG_MAPPING[text_kind](**SIZES)
+    special = LINEAR_ATTENTION if text_kind == "qwen3_5_text" else {}
+    text = CONFIG_MAPPING[text_kind](**SIZES, **special)
     return CONFIG_MAPPING[kind](text_config=text.to_dict(), **other)
 
 
@@ -159,6 +169,12 @@ def wrapped(kind: str, text_kind: str, **other: Any) -> Any:
         ("llava", "llama", {"vision_config": {"model_type": "clip_vision_model", **vision()}}),
         ("gemma3", "gemma3_text", {"vision_config": vision(), "mm_tokens_per_image": 4}),
         ("mistral3", "mistral", {"vision_config": {"model_type": "pixtral", **vision()}}),
+        ("qwen3_5", "qwen3_5_text", {"vision_config": QWEN_VISION}),
+        (
+            "qwen3_vl",
+            "qwen3_vl_text",
+            {"vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+        ),
     ],
 )
 def test_multimodal_targets(
@@ -168,6 +184,8 @@ def test_multimodal_targets(
     text_kind: str,
     other: dict[str, Any],
 ) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers version has no {kind}")
     target = random_target(wrapped(kind, text_kind, **other), is_multimodal=True)
     assert target.config.num_hidden_layers == 4
     batching = choose_batching(target, sequences(), layers=["0", "2", LM_HEAD_INPUT])
