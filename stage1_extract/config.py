@@ -66,7 +66,7 @@ class StoreConfig(Settings):
     also have channel scales, calibrated before the workers start. docs/encodings.md compares."""
     packing: Literal["zstd"] | None = None
     """Also pack the encoded states without loss: bf16 to 0.7 of its bytes, fp8 to 0.83, the others
-    hardly. Costs a third of the reading rate and a core for each 0.4 GB/s written."""
+    hardly. Reading threads give less than half as much, writing takes a core for each 0.4 GB/s."""
     calibration_tokens: int = Field(default=16_384, ge=256)
     """Tokens of a random sample of the conversations from which channel scales are taken."""
     num_layers: int = Field(default=5, ge=1)

@@ -1,5 +1,6 @@
 import errno
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from storage.encodings import decode
+from storage.encodings import decode, encode
 from storage.errors import DamagedShardError, StoreError, StoreNotFoundError
+from storage.files import LocalRangeReader
 from storage.reader import Snapshot, open_store
 from storage.repair import bury_damaged
-from storage.schema import is_held_out
+from storage.schema import LayerRecord, is_held_out
 from storage.verify import verify_store
+from storage.writer import create_store
 
 RELAXED = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -270,3 +273,43 @@ def test_a_store_that_was_moved_or_copied_is_read_and_filled_on(
         making.fill(making.make_store(place))
         assert open_store(place).is_complete()
     assert open_store(copied).content_digest() == open_store(moved).content_digest()
+
+
+@pytest.mark.parametrize(("packing", "most"), [(None, 1.0), ("zstd", 1.15)])
+def test_a_sequence_is_read_without_its_neighbours(
+    tmp_path: Path,
+    making: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    packing: str | None,
+    most: float,
+) -> None:
+    """What is read for 1,500 tokens of states, by the bytes of these states unpacked."""
+    (record,) = (LayerRecord(name="9", encoding="bf16", hidden_size=16, packing=packing),)
+    store = create_store(tmp_path / "store", making.make_identity())
+    store.add_layers([record])
+    store.plan_generation([f"s{number}" for number in range(6)], num_units=1)
+    with store.start_shard(store.units()[0]) as shard:
+        for number in range(6):
+            values = np.random.default_rng(number).standard_normal((1500, 16)).astype(np.float32)
+            shard.append(
+                sequence_id=f"s{number}",
+                token_ids=np.zeros(1500, dtype=np.int32),
+                loss_mask=np.ones(1500, dtype=np.bool_),
+                greedy=False,
+                states={"9": encode("bf16", values)},
+            )
+        shard.seal()
+    read_bytes = []
+    plain = LocalRangeReader.read_into
+
+    def counted(reader: LocalRangeReader, offset: int, buffers: Sequence[memoryview]) -> None:
+        read_bytes.append(sum(len(buffer) for buffer in buffers))
+        plain(reader, offset, buffers)
+
+    monkeypatch.setattr(LocalRangeReader, "read_into", counted)
+    snapshot = open_store(tmp_path / "store").snapshot()
+    for index in range(6):
+        snapshot.read(index, layers=["9"])
+    states = [size for size in read_bytes if size != 1500 * 5]
+    assert len(states) == 6
+    assert sum(states) <= most * 6 * 1500 * 16 * 2
