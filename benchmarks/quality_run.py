@@ -1,18 +1,21 @@
 """What a user gets in half an hour on one GPU: prompts, answers, drafter, acceptance.
 
-    python benchmarks/quality_run.py prompts FOLDER [--sharegpt WHEEL] [--answers ANSWERS.npz]
-    python benchmarks/quality_run.py suites FOLDER EVAL.npz
-    dflash-offline regenerate|extract|train|eval quality_run.toml      (see docs/workstation.md)
+    python benchmarks/quality_run.py prompts FOLDER [--sharegpt WHEEL]
+    python benchmarks/quality_run.py answers FILE.jsonl ANSWERS.npz
+    python benchmarks/quality_run.py suites FOLDER ANSWERS.npz
+    dflash-offline regenerate|extract|train|eval quality_run.toml
     python benchmarks/quality_run.py steps RUN.toml --seconds S
     python benchmarks/quality_run.py walk RUN.toml SUITES_STORE [--no-record]
+    python benchmarks/quality_run.py decoded RUN.toml [--no-record]
 
 `prompts` writes what the target shall answer: first messages of ShareGPT (its licence is not
 stated: for experiments, never to be passed on), functions of Python's own library to complete, word
-problems from templates; no prompt that shares a sentence with an evaluated one is kept. `suites`
-writes the target's own greedy answers to public suites, kept as arrays, one file a suite:
-extraction and `eval` read them. `steps` says how many steps fit into a time at the rate of a run's
-last records. `walk` judges every checkpoint on these answers without the target and records the
-last one's figures.
+problems from templates; no prompt that shares 40 characters with an evaluated one is kept.
+`answers` and `suites` write conversations of which the target's answers are kept as arrays: what is
+trained on, and the greedy answers to public suites, one file a suite, which extraction and `eval`
+read. `steps` says how many steps fit into a time at the rate of a run's last records. `walk` judges
+every checkpoint on the suites' answers without the target and records the last one's figures,
+`decoded` records what `eval` found with it.
 """
 
 import argparse
@@ -164,7 +167,7 @@ def shuffled(prompts: Iterable[str]) -> list[str]:
 
 
 def write_prompts(folder: Path, *, sharegpt: Path | None, num_code: int, num_words: int) -> None:
-    """Writes `prompts.jsonl`; ids are `<kind>-<number>`."""
+    """Writes one file for each kind of prompts; ids are `<kind>-<number>`."""
     evaluated = "\n".join(
         turn for suite in PUBLIC_SUITES for turns in public_turns(suite) for turn in turns
     )
@@ -175,12 +178,12 @@ def write_prompts(folder: Path, *, sharegpt: Path | None, num_code: int, num_wor
     }
     if sharegpt is not None:
         sources["chat"] = (chat_prompts(sharegpt), 10**9)
-    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as lines:
-        for kind, (prompts, limit) in sources.items():
-            found = kept(prompts, evaluated, limit=limit)
+    for kind, (prompts, limit) in sources.items():
+        found = kept(prompts, evaluated, limit=limit)
+        with (folder / f"{kind}.jsonl").open("w", encoding="utf-8") as lines:
             for number, prompt in enumerate(found):
                 lines.write(json.dumps({"id": f"{kind}-{number:05d}", "prompt": prompt}) + "\n")
-            print(f"{kind}: {len(found)} prompts, {sum(map(len, found)) / 1e6:.2f} MB")
+        print(f"{kind}: {len(found)} prompts, {sum(map(len, found)) / 1e6:.2f} MB")
 
 
 # --- kept answers -------------------------------------------------------------------------------
@@ -300,14 +303,40 @@ def walk_all(run_file: Path, store_dir: Path, *, is_recorded: bool) -> None:
             )
             for suite, (length, count) in found.items()
         }
-    if is_recorded:
-        is_gpu = torch.cuda.is_available()
-        record(
-            "What half an hour gives: SmolLM2-135M-Instruct",
-            figures,
-            device=torch.cuda.get_device_name(0) if is_gpu else "CPU",
-            packages=("torch", "triton", "transformers") if is_gpu else ("torch", "transformers"),
+    show(figures, is_recorded=is_recorded)
+
+
+def decoded(run_file: Path, *, is_recorded: bool) -> None:
+    """Shows, and records, what real decoding found."""
+    path = drafter_dir_of(run_file) / "eval.json"
+    figures: dict[str, tuple[float, str, str]] = {}
+    for name, found in json.loads(path.read_text(encoding="utf-8"))["suites"].items():
+        suite = Path(name).stem
+        low, high = found["acceptance_length_interval"]
+        speedup = found["drafted_tokens_per_s"] / found["target_tokens_per_s"]
+        figures[f"acceptance_{suite}_ours_30min_decoded"] = (
+            found["acceptance_length"],
+            "tokens",
+            f"real decoding; {low:.3f} .. {high:.3f}; equal to the target's own answers: "
+            f"{found['lossless_fraction']:.1%}, {found['num_ties']} ties; {speedup:.2f} x its rate "
+            "in this decoder",
         )
+    show(figures, is_recorded=is_recorded)
+
+
+def show(figures: dict[str, tuple[float, str, str]], *, is_recorded: bool) -> None:
+    """Records figures, or only prints them."""
+    if not is_recorded:
+        for name, (value, unit, note) in figures.items():
+            print(f"{name:<44} {value:>8.4g} {unit:<7} {note}")
+        return
+    is_gpu = torch.cuda.is_available()
+    record(
+        "What half an hour gives: SmolLM2-135M-Instruct",
+        figures,
+        device=torch.cuda.get_device_name(0) if is_gpu else "CPU",
+        packages=("torch", "triton", "transformers") if is_gpu else ("torch", "transformers"),
+    )
 
 
 def main() -> None:
@@ -326,10 +355,11 @@ def main() -> None:
     steps = parts.add_parser("steps")
     steps.add_argument("run_file", type=Path)
     steps.add_argument("--seconds", type=float, required=True)
-    walking = parts.add_parser("walk")
-    walking.add_argument("run_file", type=Path)
+    walking, decoding = parts.add_parser("walk"), parts.add_parser("decoded")
+    for judging in (walking, decoding):
+        judging.add_argument("run_file", type=Path)
+        judging.add_argument("--no-record", action="store_true")
     walking.add_argument("store", type=Path)
-    walking.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
     if arguments.part == "prompts":
         write_prompts(
@@ -344,6 +374,8 @@ def main() -> None:
         write_suites(arguments.out, arguments.arrays)
     elif arguments.part == "steps":
         print(steps_within(drafter_dir_of(arguments.run_file), seconds=arguments.seconds))
+    elif arguments.part == "decoded":
+        decoded(arguments.run_file, is_recorded=not arguments.no_record)
     else:
         walk_all(arguments.run_file, arguments.store, is_recorded=not arguments.no_record)
 
