@@ -114,13 +114,16 @@ class Fp8Linear(nn.Linear):
     """A linear map whose product and input gradient are fp8; its weight gradient if it is wanted.
 
     What q, k and v share, and gate and up, is quantized by each of them: compiled code finds that
-    they ask for the same and makes it once.
+    they ask for the same and makes it once. Without gradients, that is judged and not trained, it
+    multiplies in its own type, as a drafter does that is served.
     """
 
     has_fp8_weight_gradient = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps `[..., in_features]` to `[..., out_features]`."""
+        if not torch.is_grad_enabled():
+            return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         form = _AllFp8 if self.has_fp8_weight_gradient else _Fp8Product
         mapped: Tensor = form.apply(rows, self.weight)  # type: ignore[no-untyped-call]

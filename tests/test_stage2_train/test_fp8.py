@@ -129,6 +129,18 @@ def test_a_frozen_weight_serves_both_products():
     assert relative_error(back, slopes @ weight) < 0.05
 
 
+def test_without_gradients_it_multiplies_as_a_served_drafter():
+    plain = nn.Linear(32, 48, bias=False).bfloat16()
+    fast = nn.Linear(32, 48, bias=False).bfloat16()
+    fast.load_state_dict(plain.state_dict())
+    use_fp8(fast)
+    hidden = torch.randn(5, 32).bfloat16()
+    assert not torch.equal(fast(hidden), plain(hidden))
+    for no_gradients in (torch.no_grad, torch.inference_mode):
+        with no_gradients():
+            assert torch.equal(fast(hidden), plain(hidden))
+
+
 COMPILED = """
 from collections import Counter
 import torch
