@@ -34,8 +34,9 @@ OPENING = (
 )
 """Measured on simulated stores, two CPU cores (`benchmarks/store_open.py`): sequences, shards,
 seconds to open the store and shuffle an epoch, peak memory of that process in GB."""
-PACKING = (4.9e-6, 220)
-"""Seconds and bytes a sequence of packing an epoch's batches, likewise."""
+PLANNING = (0.37e-6, 19)
+"""Seconds and bytes a sequence of an epoch's plan, order and batches, of 100 M sequences
+(`benchmarks/stage2_plan.py`)."""
 PUTS_OF_A_SHARD = 75
 """Requests of writing a shard of SHARD_BYTES (docs/object-storage.md)."""
 
@@ -232,17 +233,15 @@ def _catalog() -> list[str]:
         lines.append(
             f"| {_count(sequences)} | {_count(shards)} | {seconds:.3g} s | {gigabytes:.2g} GB |"
         )
-    per_sequence, packed_bytes = PACKING
+    per_sequence, planned_bytes = PLANNING
     return [
         *lines,
         "",
         "A catalog file takes 41 bytes a sequence, with ids of 21 characters; planning reads 8 of",
-        "them. A trainer then packs the epoch's batches, in plain Python:"
-        f" {per_sequence * 1e6:.1f} us and {packed_bytes} bytes",
-        f"a sequence. That is {per_sequence * 1e6:.0f} s for 1 M, but"
-        f" {per_sequence * 1e8 / 60:.0f} minutes and"
-        f" {packed_bytes * 1e8 / 1e9:.0f} GB for 100 M:",
-        "above some 20 M sequences give each training its slice, as a store of its own.",
+        "them. A trainer plans an epoch, which sequences in which order and batch, in"
+        f" {per_sequence * 1e6:.2f} us and {planned_bytes} bytes",
+        f"a sequence: {per_sequence * 1e8:.0f} s and {planned_bytes * 1e8 / 1e9:.1f} GB for 100 M.",
+        "It packs them in segments of 16,384, all at the same time.",
         "",
         f"On S3 a shard of {SHARD_BYTES / 1e9:.0f} GB costs about {PUTS_OF_A_SHARD} requests once,"
         f" a sequence {3 + LAYERS} in each epoch",
