@@ -58,7 +58,8 @@ def pack(packing: str, chunk: Shaped[np.ndarray, "tokens width"]) -> bytes:
     """A chunk as it is stored; the GIL is free meanwhile."""
     shuffle = blosc.SHUFFLE if chunk.itemsize > 1 else blosc.NOSHUFFLE
     packed: bytes = blosc.compress(chunk, packing.encode(), LEVEL, shuffle, BLOCK_BYTES)
-    return packed + crc32c(packed).to_bytes(CHECKSUM_BYTES, "little")
+    checksum: int = crc32c(packed)
+    return packed + checksum.to_bytes(CHECKSUM_BYTES, "little")
 
 
 def unpack(stored: memoryview, out: memoryview) -> None:

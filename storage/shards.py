@@ -176,7 +176,7 @@ class ShardReader:
         first_row = self._first_token[place] + low
         offset, num_bytes = stored_range(array, first_row, self._first_token[place] + high)
         if array.chunk_bytes is not None:
-            stored = [memoryview(self._pool.take(num_bytes))]
+            stored = [self._pool.take(num_bytes).data]
         data_path = layout.array_data(path)
         self._fill(data_path, offset, stored, name, place)
 
