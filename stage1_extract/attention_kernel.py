@@ -8,9 +8,6 @@ copy engine, which is what makes it faster than torch's `varlen_attn` on Hopper:
 """
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
 
 import torch
 import triton
@@ -19,9 +16,8 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stage1_extract.device_copy import to_device
+from stage1_extract.query_tiles import QUERY_TILE
 
-QUERY_TILE = 64
 KEY_TILE = 64
 WIDTHS = (32, 64, 128, 256)
 """Widths of a head that the kernel takes."""
@@ -50,7 +46,7 @@ def attend_by_tiles(
     query: Float[Tensor, "1 heads tokens width"],
     key: Float[Tensor, "1 kv_heads tokens width"],
     value: Float[Tensor, "1 kv_heads tokens width"],
-    starts: tuple[int, ...],
+    tiles: Int32[Tensor, "tiles 3"],
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -63,7 +59,7 @@ def attend_by_tiles(
         query: After rotation; so are the keys.
         key: One head serves several query heads where there are fewer.
         value: As many heads as the keys.
-        starts: First token of each sequence, and the end of the last.
+        tiles: Of the sequences, see `query_tiles.tiles_of`, on the same device.
         scaling: Factor of the scores; None takes the usual one.
         sliding_window: Tokens that a query sees, itself included; None sees all before it.
         softcap: Bound of the scores by tanh.
@@ -71,7 +67,6 @@ def attend_by_tiles(
     """
     _, num_heads, num_tokens, width = query.shape
     output = query.new_empty(num_tokens, num_heads, width)
-    tiles = query_tiles(starts, query.device)
     scale = width**-0.5 if scaling is None else scaling
     _attend[(num_heads, len(tiles))](
         _by_tiles(query, QUERY_TILE),
@@ -108,25 +103,6 @@ def _by_tiles(states: Float[Tensor, "1 heads tokens width"], num_tokens: int) ->
         by_token = by_token.contiguous()
     block = [num_tokens, 1, by_token.shape[2]]
     return TensorDescriptor(by_token, list(by_token.shape), list(by_token.stride()), block)
-
-
-@lru_cache(maxsize=8)
-def query_tiles(starts: tuple[int, ...], device: torch.device) -> Int32[Tensor, "tiles 3"]:
-    """Each tile's sequence start, first query and sequence end; those with most keys first.
-
-    Every layer of a forward pass asks for the same ones.
-    """
-    return to_device(torch.tensor(_tile_rows(starts), dtype=torch.int32), device)
-
-
-def _tile_rows(starts: Sequence[int]) -> list[tuple[int, int, int]]:
-    rows = [
-        (first, query, end)
-        for first, end in pairwise(starts)
-        for query in range(first, end, QUERY_TILE)
-    ]
-    # What takes longest starts first, so that the GPU's units end together.
-    return sorted(rows, key=lambda row: row[0] - row[1])
 
 
 @triton.jit

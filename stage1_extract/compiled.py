@@ -31,6 +31,8 @@ class CompiledLayers:
     backend: str = "inductor"
     num_layer_runs: int = 0
     num_compiled_layer_runs: int = 0
+    num_replays: int = 0
+    """Forward passes that were replayed as recorded: their layers are not among the runs."""
     _function: Callable[..., tuple[Any, bool]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class CompiledLayers:
             "execution": "compiled" if compiled == runs else "mixed" if compiled else "eager",
             "num_layer_runs": runs,
             "num_compiled_layer_runs": compiled,
+            "num_replays": self.num_replays,
             **compile_counts(),
         }
 

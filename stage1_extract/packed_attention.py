@@ -30,6 +30,7 @@ from stage1_extract.plain_attention import (
     attend_by_sdpa,
     attend_in_rectangles,
 )
+from stage1_extract.query_tiles import max_tiles, tiles_of
 
 PACKED_ATTENTION = "packed_sequences"
 
@@ -53,6 +54,10 @@ def packed_input(
         row_tokens: Length of the row; a sequence of zeros fills it up. None fits the row to the
             sequences.
         num_boundaries: Entries of the boundaries, the last one repeated; None as many as needed.
+
+    Returns:
+        Named as the model takes them. With `row_tokens` the tiles of the attention kernel are among
+        them, so that a recorded pass finds all it needs on the device.
     """
     lengths = [len(each) for each in token_ids]
     row = torch.zeros(row_tokens or sum(lengths), dtype=torch.long)
@@ -64,12 +69,17 @@ def packed_input(
     boundaries = torch.tensor(starts, dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in lengths])
     on_device = to_device(boundaries, device)
+    tiles: dict[str, Tensor] = {}
+    if row_tokens is not None:
+        most = max_tiles(row_tokens, num_sequences=len(starts))
+        tiles["query_tiles"] = to_device(tiles_of(starts, num_tiles=most), device)
     return {
         "input_ids": to_device(row, device)[None],
         "position_ids": to_device(positions, device)[None],
         "cu_seq_lens_q": on_device,
         "cu_seq_lens_k": on_device,
         "host_boundaries": boundaries,
+        **tiles,
     }
 
 
@@ -86,6 +96,7 @@ def attend_packed(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Int32[Tensor, "ends"] | None = None,
     host_boundaries: Int32[Tensor, "ends"] | None = None,
+    query_tiles: Int32[Tensor, "tiles 3"] | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads value_width"], None]:
     """Causal attention of each packed sequence within itself, as transformers calls it.
@@ -102,6 +113,7 @@ def attend_packed(
         s_aux: A learnt score of each head that takes part in the softmax and has no value (sink).
         cu_seq_lens_q: First token of each sequence, and the end of the last, on the device.
         host_boundaries: The same on the host.
+        query_tiles: Of the same sequences, on the device, for passes that are recorded.
 
     Raises:
         PackingUnsupportedError: Boundaries do not reach this layer, it has a mask of its own, or
@@ -121,6 +133,7 @@ def attend_packed(
         sliding_window,
         softcap,
         s_aux,
+        query_tiles,
     )
     return attended, None
 
@@ -135,7 +148,11 @@ def _packed_attention(
     sliding_window: int | None,
     softcap: float | None,
     s_aux: Tensor | None,
+    tiles: Tensor | None,
 ) -> Float[Tensor, "1 tokens heads value_width"]:
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        rule = (scaling, sliding_window, softcap, s_aux)
+        return _attend_in_recording(query, key, value, tiles, *rule)
     starts, longest = _starts_of(host_boundaries.numpy().tobytes())
     if sliding_window is not None and sliding_window >= longest:
         sliding_window = None
@@ -148,7 +165,7 @@ def _packed_attention(
                 query,
                 key,
                 value,
-                starts,
+                _tiles_on(starts, query.device),
                 scaling=scaling,
                 sliding_window=sliding_window,
                 softcap=softcap,
@@ -172,6 +189,39 @@ def _packed_attention(
     return attend_in_rectangles(query, key, value, starts, attend, max_scores=max_scores)
 
 
+def _attend_in_recording(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Float[Tensor, "1 tokens heads value_width"]:
+    """Attention that is being recorded: when it is replayed, the host's boundaries are others."""
+    from stage1_extract.attention_kernel import attend_by_tiles, can_attend
+
+    if tiles is None or not can_attend(query, key, value):
+        raise PackingUnsupportedError("its attention depends on the host, which a replay does not")
+    return attend_by_tiles(
+        query,
+        key,
+        value,
+        tiles,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        s_aux=s_aux,
+    )
+
+
+@lru_cache(maxsize=8)
+def _tiles_on(starts: tuple[int, ...], device: torch.device) -> Int32[Tensor, "tiles 3"]:
+    """The tiles of packed sequences on a device; every layer of a forward pass asks for them."""
+    return to_device(tiles_of(starts), device)
+
+
 @lru_cache(maxsize=8)
 def _starts_of(boundaries: bytes) -> tuple[tuple[int, ...], int]:
     """First token of each sequence with the end of the last, and the longest one's tokens.
@@ -193,7 +243,8 @@ _operator = torch.library.custom_op(
     _packed_attention,
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor boundaries, Tensor host_boundaries,"
-    " float? scaling, int? sliding_window, float? softcap, Tensor? s_aux) -> Tensor",
+    " float? scaling, int? sliding_window, float? softcap, Tensor? s_aux, Tensor? tiles)"
+    " -> Tensor",
 )
 _operator.register_fake(_packed_attention_shape)
 

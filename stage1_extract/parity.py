@@ -16,6 +16,11 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 """Largest relative difference, averaged over a sequence's tokens, that rounding in another order
 explains. SmolLM2-135M shows 0.02 in bf16 (0.09 at its worst token); one forgotten boundary 0.14."""
 
+_LONGEST_RECORDED_S = 0.1
+"""A pass that takes longer keeps the GPU busy however it is launched."""
+_WORTH_RECORDING = 0.95
+"""Share of the time, at most, that a recorded pass may take to be worth its memory."""
+
 
 class ParityError(ValueError):
     """States in a batch are not those of a plain forward pass."""
@@ -100,6 +105,7 @@ def choose_batching(
                 raise
             _say(f"compiled layers do not suit this target, it runs eagerly ({_first_line(error)})")
         else:
+            record_if_faster(target, sequences, layers=layers)
             return target.batching
     ways: Sequence[Batching] = [wanted] if wanted else ["packed", "padded", "single"]
     for way in ways:
@@ -115,6 +121,31 @@ def choose_batching(
         else:
             break
     return target.batching
+
+
+def record_if_faster(
+    target: TransformersTarget,
+    sequences: Sequence[Int32[ndarray, "_"]],
+    *,
+    layers: Sequence[str],
+) -> None:
+    """Lets compiled passes be recorded and replayed where that proves exact and saves time.
+
+    That is so for small targets, whose kernels end sooner than they can be launched one by one.
+    """
+    if not target.device.startswith("cuda"):
+        return
+    launched_s = target.seconds_a_pass(layers)
+    if launched_s > _LONGEST_RECORDED_S:
+        return
+    try:
+        target.record_passes(layers)
+        if target.seconds_a_pass(layers) < _WORTH_RECORDING * launched_s:
+            check_parity(target, sequences, layers=layers)
+            return
+    except Exception as error:  # Each model and each library fails in its own way.
+        _say(f"forward passes are launched one kernel at a time ({_first_line(error)})")
+    target.forget_recorded()
 
 
 def _say(text: str) -> None:

@@ -1,6 +1,7 @@
 """The transformers backend: loads the target and reads hidden states with hooks."""
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +26,7 @@ from stage1_extract.config import Batching, TargetConfig
 from stage1_extract.decoder import capture, find_decoder, no_hook_left_behind
 from stage1_extract.device_copy import to_device
 from stage1_extract.packed_attention import PACKED_ATTENTION, packed_input
+from stage1_extract.recorded import RecordedPass
 from stage1_extract.target import resolve_target
 from stage1_extract.target_files import clear_errors, load_config, load_tokenizer
 from storage.schema import LM_HEAD_INPUT
@@ -53,6 +55,7 @@ class TransformersTarget:
         self.compiled: CompiledLayers | None = None
         """Compiled decoder layers, where packed forward passes use them."""
         self._row_sizes: list[int] = []
+        self._recorded: dict[tuple[int, tuple[str, ...]], RecordedPass] = {}
 
     @classmethod
     def load(
@@ -111,7 +114,8 @@ class TransformersTarget:
     ) -> dict[str, Float[Tensor, "tokens hidden"]]:
         """States by layer name, the sequences' tokens end to end; see `Target.hidden_states`.
 
-        On a GPU it returns when the work is handed over, not when it is done.
+        On a GPU it returns when the work is handed over, not when it is done. What it returns is
+        valid until the next call: a recorded pass puts its states where they were before.
         """
         if self.batching == "packed":
             return self._packed_states(token_ids, layers)
@@ -126,17 +130,64 @@ class TransformersTarget:
         self, token_ids: Sequence[Int32[ndarray, "_"]], layers: Sequence[str]
     ) -> dict[str, Float[Tensor, "tokens hidden"]]:
         num_tokens = sum(len(each) for each in token_ids)
-        shape: dict[str, int] = {}
-        if self.compiled is not None:
-            shape = {"row_tokens": self._row_size(num_tokens), "num_boundaries": MAX_SEQUENCES + 2}
-        inputs = packed_input(token_ids, device=self.device, **shape)
+        if self.compiled is None:
+            states = self._pass(packed_input(token_ids, device=self.device), layers)
+        else:
+            size = self._row_size(num_tokens)
+            inputs = self._row_input(token_ids, size)
+            recorded = self._recorded.get((size, tuple(layers)))
+            states = self._pass(inputs, layers) if recorded is None else recorded(inputs)
+            self.compiled.num_replays += recorded is not None
+        return {name: states[name][:num_tokens] for name in layers}
+
+    def _row_input(self, token_ids: Sequence[Int32[ndarray, "_"]], size: int) -> dict[str, Any]:
+        """Sequences as a row of a fixed length."""
+        boundaries = MAX_SEQUENCES + 2
+        return packed_input(
+            token_ids, device=self.device, row_tokens=size, num_boundaries=boundaries
+        )
+
+    def _pass(
+        self, inputs: Mapping[str, Any], layers: Sequence[str]
+    ) -> dict[str, Float[Tensor, "row hidden"]]:
+        """One forward pass over a packed row."""
         with (
             self._attention(PACKED_ATTENTION),
             self.compiled.used_by(self.decoder.layers) if self.compiled else nullcontext(),
             capture(self.decoder, layers) as captured,
         ):
             self.decoder.module(**inputs, use_cache=False)
-        return {name: captured[name][0, :num_tokens] for name in layers}
+        return {name: captured[name][0] for name in layers}
+
+    @torch.inference_mode()
+    def record_passes(self, layers: Sequence[str]) -> None:
+        """Records a compiled pass over each length of rows; from then on they are replayed.
+
+        Raises:
+            Exception: A pass waits for the device, or depends on more than is there.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        for size in self._row_sizes:
+            self._recorded[size, tuple(layers)] = RecordedPass(
+                lambda inputs: self._pass(inputs, layers),
+                self._row_input([np.zeros(size, dtype=np.int32)], size),
+                pool=pool,
+            )
+
+    def forget_recorded(self) -> None:
+        """Lets every pass be launched kernel by kernel again."""
+        self._recorded = {}
+
+    def seconds_a_pass(self, layers: Sequence[str], *, repetitions: int = 3) -> float:
+        """Time of a forward pass over the longest row, several handed over at once."""
+        row = [np.zeros(self._row_sizes[-1], dtype=np.int32)]
+        self.hidden_states(row, layers=layers)
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        for _ in range(repetitions):
+            self.hidden_states(row, layers=layers)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start_s) / repetitions
 
     def compile_layers(self, *, row_sizes: Sequence[int], backend: str = "inductor") -> None:
         """Makes packed forward passes run compiled layers, on rows of a few fixed lengths.

@@ -202,9 +202,11 @@ def compiler_in_words(evidence: Mapping[str, Any]) -> str:
     """The compiler's part of a log line; nothing where nothing was to be compiled."""
     if not evidence:
         return ""
+    replays = evidence.get("num_replays", 0)
     return (
         f" | layers {evidence['execution']} ({evidence['num_compiled_layer_runs']} of"
-        f" {evidence['num_layer_runs']} runs), compiles {evidence['num_compiles']} (cold"
+        f" {evidence['num_layer_runs']} runs{f', {replays} passes replayed' * bool(replays)}),"
+        f" compiles {evidence['num_compiles']} (cold"
         f" {evidence['num_compiles_cold']} disk {evidence['num_compiles_cached']}), breaks"
         f" {evidence['num_graph_breaks']}"
     )

@@ -5,9 +5,9 @@ from collections.abc import Callable
 SCRIPT = """
 import itertools, sys
 import torch
-from stage1_extract import attention_kernel
 from stage1_extract.attention_kernel import attend_by_tiles, can_attend
 from stage1_extract.plain_attention import attend_by_scores, attend_in_rectangles
+from stage1_extract.query_tiles import tiles_of
 from functools import partial
 
 device = sys.argv[1]
@@ -39,11 +39,12 @@ def check(lengths, rule, *, width, heads, is_token_major):
     if rule.get("s_aux"):
         rule = {**rule, "s_aux": torch.linspace(-1, 2, heads[0]).to(device, dtype)}
     assert can_attend(*made) == (device == "cuda")
-    found = attend_by_tiles(*made, starts, **rule)
+    tiles = tiles_of(starts).to(device)
+    found = attend_by_tiles(*made, tiles, **rule)
     torch.testing.assert_close(
         found.float(), expected(made, starts, **rule), rtol=tolerance, atol=tolerance
     )
-    return made, starts, found
+    return made, tiles, found
 
 for lengths, rule in itertools.product(LENGTHS, RULES):
     check(lengths, rule, width=32, heads=(4, 2), is_token_major=True)
@@ -52,12 +53,17 @@ for width in (64, 128, 256):
 check(LENGTHS[2], {}, width=32, heads=(2, 2), is_token_major=False)
 
 # Another sequence's NaN and another sequence's tokens change nothing.
-made, starts, found = check([64, 30, 40], {}, width=32, heads=(2, 1), is_token_major=True)
+made, tiles, found = check([64, 30, 40], {}, width=32, heads=(2, 1), is_token_major=True)
 for each in made:
     each[:, :, :64] = torch.nan
     each[:, :, 94:] = torch.nan
-again = attend_by_tiles(*made, starts)
+again = attend_by_tiles(*made, tiles)
 assert torch.equal(again[:, 64:94], found[:, 64:94])
+
+# Nor do tiles of nothing.
+made, tiles, found = check([70, 10], {}, width=32, heads=(2, 1), is_token_major=True)
+again = attend_by_tiles(*made, torch.nn.functional.pad(tiles, (0, 0, 0, 5)))
+assert torch.equal(again, found)
 """
 
 

@@ -101,6 +101,10 @@ def test_a_row_of_fixed_length_is_filled_with_a_sequence_of_its_own() -> None:
     assert arguments["input_ids"].tolist() == [[7, 8, 9, 5, 6, 0, 0, 0]]
     assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     assert arguments["cu_seq_lens_q"].tolist() == [0, 3, 5, 8, 8, 8]
+    shorter = packed_input(sequences[:1], device="cpu", row_tokens=8, num_boundaries=6)
+    assert {name: each.shape for name, each in arguments.items()} == {
+        name: each.shape for name, each in shorter.items()
+    }
 
 
 def test_repeated_boundaries_change_nothing() -> None:

@@ -119,6 +119,9 @@ def test_the_compilers_part_of_the_line(tmp_path: Path) -> None:
     }
     expected = "layers mixed (6 of 8 runs), compiles 2 (cold 1 disk 1), breaks 0"
     assert expected in metrics.summary()
+    evidence = metrics.evidence() | {"num_replays": 5}
+    metrics.evidence = lambda: evidence
+    assert "(6 of 8 runs, 5 passes replayed), compiles 2" in metrics.summary()
     metrics.close()
     assert lines(tmp_path / "worker.jsonl")[-1]["num_compiled_layer_runs"] == 6
 
