@@ -55,8 +55,18 @@ def _layer_table(store: Store, snapshot: Snapshot) -> Table:
         token_bytes = encoded_bytes_per_token(layer.encoding, layer.hidden_size)
         loss = losses.get(name)
         found = ("not measured", "") if loss is None else _loss_text(loss)
-        table.add_row(name, layer.encoding, f"{token_bytes:,}", *found)
+        kept = layer.encoding if layer.packing is None else f"{layer.encoding}, {layer.packing}"
+        if layer.packing is not None and shards:
+            token_bytes = round(_stored_token_bytes(snapshot, shards, name))
+        table.add_row(name, kept, f"{token_bytes:,}", *found)
     return table
+
+
+def _stored_token_bytes(snapshot: Snapshot, shards: Sequence[int], layer: str) -> float:
+    """Bytes of a token of one layer as they lie in some shards, whichever way these pack them."""
+    commits = [snapshot.commit_of_shard(shard) for shard in shards]
+    arrays = [commit.layers[layer] for commit in commits if layer in commit.layers]
+    return sum(each.file_bytes for each in arrays) / max(1, sum(each.num_tokens for each in arrays))
 
 
 def _loss_text(loss: EncodingLoss) -> tuple[str, str]:

@@ -356,7 +356,12 @@ class LocalFiles:
 
     def remove_tree(self, folder: str) -> None:
         """Removes a folder and all below it, if it is there."""
-        shutil.rmtree(self.root / folder, ignore_errors=True)
+        top = self.root / folder
+        with explain_os_errors("remove", top):
+            while top.exists():
+                # Another process may be removing the same.
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(top)
 
     def remove(self, path: str) -> None:
         """Removes a file, if it is there."""

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 
@@ -14,7 +14,7 @@ from storage import layout
 from storage.arrays import ArrayWriter
 from storage.commits import AddedLayers, ArrayRecord, CommitRecord, read_added, read_commit
 from storage.encodings import EncodedStates, encoding_named
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreWriteError
 from storage.files import Files
 from storage.losses import EncodingLoss, total_losses
 from storage.packing import side_by_side
@@ -162,7 +162,10 @@ class Attempt:
         self._arrays.abandon()
         # An error can strike between the commit and its return (a failing flush, Ctrl-C).
         if not self._is_committed():
-            self._files.remove_tree(self._dir)
+            # What cannot be removed is invisible, and `store gc` tries again: the error that led
+            # here is the one to tell.
+            with suppress(StoreWriteError):
+                self._files.remove_tree(self._dir)
 
     def __exit__(
         self,

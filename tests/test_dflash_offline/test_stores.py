@@ -67,6 +67,25 @@ def test_info_shows_what_encoding_lost(run: Run, store_dir: Path, making: Simple
     assert ["1", "fp8", "20", "10.00%", "7"] in rows
 
 
+def test_a_store_is_not_copied_onto_itself(run: Run, store_dir: Path) -> None:
+    assert "is the source itself" in run("copy", store_dir, store_dir, exit_code=2).output
+
+
+def test_a_store_is_packed_and_info_tells_what_it_takes(
+    run: Run, store_dir: Path, tmp_path: Path
+) -> None:
+    run("encode", store_dir, tmp_path / "packed", "--encoding", "bf16", "--packing", "zstd")
+    rows = [cells(line) for line in run("info", tmp_path / "packed").output.splitlines()]
+    (row,) = [row for row in rows if row and row[0] == "9"]
+    assert row[1] == "bf16, zstd"
+    # Tiny chunks pack badly, but the files are what is counted.
+    files = (tmp_path / "packed").glob("shards/*/*/layers/9/c/0/0")
+    num_tokens = int(open_store(tmp_path / "packed").snapshot().num_tokens.sum())
+    assert int(row[2]) == pytest.approx(sum(p.stat().st_size for p in files) / num_tokens, abs=1)
+    digests = {open_store(place).content_digest() for place in (store_dir, tmp_path / "packed")}
+    assert len(digests) == 2  # fp8 layers became bf16.
+
+
 def test_cat_prints_a_line_a_token(run: Run, store_dir: Path) -> None:
     result = run("cat", store_dir, "s3", "--layers", "9,1", "--tokens", "5:9", "--values", "2")
     rows = [cells(line) for line in result.output.splitlines() if cells(line)]
@@ -106,6 +125,9 @@ def test_bad_input_is_one_line(run: Run, store_dir: Path, tmp_path: Path) -> Non
         ("cat", store_dir, "s99"): "holds no committed sequence 's99'",
         ("info", tmp_path): "there is no store at",
         ("encode", store_dir, tmp_path / "b"): "give either --encoding or --like",
+        ("encode", store_dir, tmp_path / "b", "--like", store_dir, "--packing", "zstd"): (
+            "--packing goes with --encoding"
+        ),
         ("encode", store_dir, tmp_path / "b", "--encoding", "int5"): "expected one of bf16, fp8",
         ("join", tmp_path / "j", store_dir, tmp_path / "no"): "there is no store at",
     }.items():

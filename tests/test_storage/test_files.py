@@ -228,3 +228,34 @@ def test_the_system_takes_the_hint(tmp_path: Path) -> None:
         file.flush()
         files.begin_write_back(file.fileno(), offset=0, num_bytes=5000)
     assert (tmp_path / "file").read_bytes() == b"x" * 5000
+
+
+def test_a_folder_that_cannot_be_removed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(top: Path) -> None:
+        raise PermissionError(errno.EACCES, "denied", str(top))
+
+    (tmp_path / "full" / "inner").mkdir(parents=True)
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with pytest.raises(StoreWriteError, match=r"cannot remove .*full: permission denied"):
+        LocalFiles(tmp_path).remove_tree("full")
+    LocalFiles(tmp_path).remove_tree("absent")
+    monkeypatch.undo()
+    LocalFiles(tmp_path).remove_tree("full")
+    assert not (tmp_path / "full").exists()
+
+
+def test_an_attempt_that_cannot_be_removed_does_not_hide_the_error(
+    store_dir: Path, making: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = making.make_store(store_dir, num_units=1)
+    unit = store.units()[0]
+
+    def refuse(files: LocalFiles, folder: str) -> None:
+        raise StoreWriteError("cannot remove: permission denied")
+
+    monkeypatch.setattr(LocalFiles, "remove_tree", refuse)
+    with pytest.raises(KeyError, match="mine"), store.start_shard(unit):
+        raise KeyError("mine")
+    assert not store.is_committed(unit)
