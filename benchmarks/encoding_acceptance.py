@@ -264,9 +264,13 @@ def make_laboratory(
     states = [each.to(device) for each in host]
     rows = torch.from_numpy(calibration_rows(texts)).to(device)
     samples = [each[rows] for each in states]
-    lanes = {}
+    lanes: dict[str, Lane] = {}
     for encoding in encodings:
-        lanes[encoding] = Lane(lane_settings, resident_states(encoding, states, samples))
+        if encoding == CONTROL and "bf16" in lanes:
+            resident = lanes["bf16"].states
+        else:
+            resident = resident_states(encoding, states, samples)
+        lanes[encoding] = Lane(lane_settings, resident)
         lanes[encoding].record()
         say(f"{encoding} is ready")
     judged, groups = judged_batches(texts, settings)
