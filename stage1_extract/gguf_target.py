@@ -20,14 +20,16 @@ CONVERSION_VERSION = 1
 def gguf_target_dir(path: Path) -> Path:
     """Folder with a GGUF file's weights (dequantised, bf16), configuration and tokenizer.
 
-    Kept in the cache folder under the file's name, size and time of change.
+    Kept in the cache folder under the file's name, its size and time of change, and those of the
+    tokenizer beside it.
 
     Raises:
         ValueError: transformers cannot read the file's architecture.
     """
-    state = path.stat()
-    name = f"{path.stem}-{state.st_size}-{state.st_mtime_ns}-v{CONVERSION_VERSION}"
-    folder = cache_dir() / "targets" / name
+    sources = [each for each in (path, path.with_name(TOKENIZER_FILE)) if each.is_file()]
+    states = (each.stat() for each in sources)
+    marks = "-".join(f"{state.st_size}-{state.st_mtime_ns}" for state in states)
+    folder = cache_dir() / "targets" / f"{path.stem}-{marks}-v{CONVERSION_VERSION}"
     if not folder.is_dir():
         with scratch_dir(folder.parent) as scratch:
             convert(path, scratch / "folder")

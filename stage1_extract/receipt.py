@@ -15,6 +15,7 @@ from typing import Any
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversation_files import files_of
 from stage1_extract.embedded import is_embedded
+from stage1_extract.gguf_target import TOKENIZER_FILE
 from storage.commits import tombstoned_units
 from storage.errors import StoreError
 from storage.files import replace_whole
@@ -55,7 +56,7 @@ def is_finished(run: ExtractRun) -> bool:
 def run_digest(run: ExtractRun) -> str | None:
     """A digest of all that decides a run's work; None where files here do not tell.
 
-    A hub's model may change under its name, so only local folders and embedded targets are told.
+    A hub's model may change under its name, so only local targets and embedded ones are told.
     """
     try:
         facts = {
@@ -75,17 +76,23 @@ def _marks_of(run: ExtractRun) -> Iterator[list[Any]]:
     """Path, size and modification time of every file that the run reads.
 
     Raises:
-        ValueError: The target is no folder here.
+        ValueError: The target does not lie here.
     """
     files = [file for path in run.data.conversations for file in files_of(Path(path))]
     if not is_embedded(run.target.model):
-        folder = Path(run.target.model)
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder")
-        files += [Path(each.path) for each in os.scandir(folder) if each.is_file()]
+        files += _target_files(Path(run.target.model))
     for file in files:
         status = file.stat()
         yield [str(file), status.st_size, status.st_mtime_ns]
+
+
+def _target_files(target: Path) -> list[Path]:
+    """The files of a target's folder, or a GGUF file with the tokenizer beside it."""
+    if target.is_dir():
+        return [Path(each.path) for each in os.scandir(target) if each.is_file()]
+    if target.is_file():
+        return [each for each in (target, target.with_name(TOKENIZER_FILE)) if each.is_file()]
+    raise ValueError(f"{target} is neither a folder nor a file")
 
 
 def _receipt_path(run: ExtractRun) -> Path:

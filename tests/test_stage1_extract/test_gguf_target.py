@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from stage1_extract import gguf_target
 from stage1_extract.config import TargetConfig
 from stage1_extract.embedded import (
     CACHE_VARIABLE,
@@ -15,6 +16,7 @@ from stage1_extract.embedded import (
     embedded_target_dir,
     fetch_gguf,
 )
+from stage1_extract.gguf_target import gguf_target_dir
 from stage1_extract.target import resolve_target, target_name
 
 NAME = "smollm2-135m-instruct"
@@ -51,6 +53,27 @@ def test_weights_and_tokens_are_those_of_the_embedded_targets_own_conversion(
     assert "no tokenizer.json" not in capsys.readouterr().err
     # Converted once.
     assert Path(resolve_target(config)) == folder
+
+
+def test_a_tokenizer_put_beside_it_later_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who saw the warning and added the file must not get the earlier conversion again."""
+    made: list[Path] = []
+
+    def convert(path: Path, folder: Path) -> None:
+        folder.mkdir()
+        made.append(path)
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_target, "convert", convert)
+    path = tmp_path / "target.gguf"
+    path.write_bytes(b"weights")
+    first = gguf_target_dir(path)
+    assert gguf_target_dir(path) == first
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert gguf_target_dir(path) != first
+    assert len(made) == 2
 
 
 def test_a_file_that_transformers_cannot_read_is_one_clear_line(

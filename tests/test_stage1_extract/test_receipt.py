@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stage1_extract.config import ExtractRun
+from stage1_extract.config import ExtractRun, TargetConfig
 from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.receipt import is_finished, note_finished, run_digest
 from storage.commits import read_commit
@@ -104,6 +104,19 @@ def test_a_store_that_lost_a_shard_is_looked_at(finished: ExtractRun) -> None:
 def test_a_receipt_that_cannot_be_read_says_nothing(finished: ExtractRun, text: str) -> None:
     (finished.run_dir / "extract" / "finished.json").write_text(text)
     assert not is_finished(finished)
+
+
+def test_a_gguf_file_is_told_with_the_tokenizer_beside_it(
+    finished: ExtractRun, tmp_path: Path
+) -> None:
+    path = tmp_path / "target.gguf"
+    path.write_bytes(b"weights")
+    run = finished.model_copy(update={"target": TargetConfig(model=str(path))})
+    alone = run_digest(run)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert None is not alone != run_digest(run)
+    path.write_bytes(b"other weights")
+    assert run_digest(run) not in (alone, None)
 
 
 def test_a_hub_target_has_no_receipt(finished: ExtractRun) -> None:
