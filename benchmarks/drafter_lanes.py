@@ -219,6 +219,8 @@ class Lane:
             self.drafter, self.settings.optimizer, device=device, dtype=self.settings.dtype
         )
         self._numbers = torch.zeros(sum(shape.sizes.values()), dtype=torch.int64, device=device)
+        # As in a batch: no row stands at an anchor.
+        shape.parts(self._numbers)["row_index"].fill_(1)
         self._weights = torch.zeros(shape.num_rows, device=device)
         self._accepted = torch.zeros(shape.num_anchors, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
