@@ -211,6 +211,10 @@ def use_fp8(model: nn.Module, *, weight_gradients: bool = False) -> None:
         model: the model.
         weight_gradients: whether the products that give weight gradients are fp8, too.
     """
+    # Imported here, for they build on this module.
+    from stage2_train.drafter import DrafterMlp
+    from stage2_train.fp8_mlp import Fp8Mlp
+
     for module in model.modules():
         if type(module) is nn.Linear:
             if module.in_features % SUM_MULTIPLE or module.out_features % SUM_MULTIPLE:
@@ -220,6 +224,8 @@ def use_fp8(model: nn.Module, *, weight_gradients: bool = False) -> None:
                 )
             module.__class__ = Fp8Linear
             module.has_fp8_weight_gradient = weight_gradients  # type: ignore[assignment]
+        elif type(module) is DrafterMlp and weight_gradients:
+            module.__class__ = Fp8Mlp
 
 
 @dataclass(frozen=True)
