@@ -164,7 +164,7 @@ def environment_of(arguments: argparse.Namespace, folder: Path, number: int) -> 
     """One thread, and on a CPU a core of its own among those that there are."""
     return {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "DFLASH_OFFLINE_COMPILE_DIR": str(folder / "compile"),
     }

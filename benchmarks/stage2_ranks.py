@@ -69,7 +69,7 @@ def records_of(folder: Path, name: str) -> list[dict[str, Any]]:
 def train(folder: Path, name: str) -> list[dict[str, Any]]:
     """Trains one form by the real command; gives its records."""
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "DFLASH_OFFLINE_COMPILE_DIR": str(folder / "compile"),
     }
     command = [sys.executable, "-m", "dflash_offline.cli", "train", "run.toml", "--drafter", name]

@@ -72,7 +72,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, tuple[floa
     (folder / "run.toml").write_text(tomli_w.dumps(run_file(arguments)))
     start_s = time.perf_counter()
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "DFLASH_OFFLINE_COMPILE_DIR": str(folder / "compile"),
         "TORCHINDUCTOR_CACHE_DIR": "",
     }
