@@ -22,26 +22,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from acceptance_data import keep, read_states, read_texts
 from acceptance_table import CONTROL, mean_ratio
-from drafter_lanes import BatchShape, Lane, LaneSettings, ResidentStates
-from encoding_acceptance import (
-    BatchSettings,
-    Laboratory,
-    judged_batches,
-    keep,
-    read_states,
-    read_texts,
-    resident_states,
-    start_batches,
-)
+from drafter_lanes import Lane
+from encoding_acceptance import Laboratory, make_laboratory, settings_of, start_batches
 from results import record
 from torch import Tensor
 
-from stage2_train.config import DrafterConfig, DrafterRun, TrainConfig
-from stage2_train.device import choose_device, choose_dtype
-from stage2_train.fast_path import make_fast_path
 from stage2_train.fp8 import freeze_fp8, use_fp8
-from stage2_train.preparation import architecture_for
 from stage2_train.target_head import load_target_head
 from storage.reader import open_store
 
@@ -102,29 +90,7 @@ def run(arguments: argparse.Namespace) -> list[Outcome]:
     store = open_store(arguments.store)
     snapshot = store.snapshot()
     texts, order = read_texts(snapshot, trained=arguments.trained, probe=arguments.probe)
-    train = TrainConfig.model_validate(
-        {
-            "max_steps": arguments.steps,
-            "batch_tokens": arguments.batch_tokens,
-            "num_anchors": arguments.anchors,
-            "optimizer": {"learning_rate": arguments.learning_rate},
-        }
-    )
-    drafter = DrafterConfig(name="judged", mask_token_id=arguments.mask_token_id)
-    of_run = DrafterRun(
-        drafter=drafter, train=train, store_dir=arguments.store, drafter_dir="unused"
-    )
-    head = load_target_head(store)
-    architecture = architecture_for(of_run, store, head)
-    settings = BatchSettings(
-        train=train,
-        shape=BatchShape(
-            batch_tokens=train.batch_tokens,
-            num_anchors=train.num_anchors,
-            block_size=architecture.block_size,
-        ),
-        mask_token_id=architecture.mask_token_id,
-    )
+    settings, architecture = settings_of(arguments, store)
     keep(texts, settings)
     say(f"{len(texts.ids)} sequences, {int(texts.starts[-1]):,} tokens, suites {texts.suites}")
     found: list[Outcome] = []
@@ -136,29 +102,17 @@ def run(arguments: argparse.Namespace) -> list[Outcome]:
         ahead = {seed: start_batches(pool, seed, arguments.steps) for seed in (0,)}
         layers = [str(layer_id) for layer_id in architecture.target_layer_ids]
         host = read_states(snapshot, texts, order, layers)
-        device = choose_device()
-        dtype = choose_dtype(train.dtype, device)
-        lane_settings = LaneSettings(
-            architecture=architecture,
-            head=head.to(device, dtype),
-            shape=settings.shape,
-            optimizer=train.optimizer,
-            chunk_rows=train.loss.chunk_rows,
-            device=device,
-            dtype=dtype,
-            fast_path=make_fast_path(is_compiled=True) if device.type == "cuda" else None,
+        judges = make_laboratory(
+            texts,
+            settings,
+            architecture,
+            load_target_head(store),
+            host,
+            ["bf16", CONTROL],
+            say=say,
         )
-        states = resident_states("bf16", [each.to(device) for each in host], [])
         del host
-        lanes, judges = make_lanes(lane_settings, states)
-        judged, groups = judged_batches(texts, settings)
-        laboratory = Laboratory(
-            texts=texts,
-            settings=settings,
-            lanes=lanes,
-            judged=torch.from_numpy(judged).to(device),
-            groups=groups,
-        )
+        laboratory = replace(judges, lanes=make_lanes(judges.lanes["bf16"]))
         for seed in range(arguments.seeds):
             if seed + 1 < arguments.seeds:
                 ahead[seed + 1] = start_batches(pool, seed + 1, arguments.steps)
@@ -166,7 +120,7 @@ def run(arguments: argparse.Namespace) -> list[Outcome]:
             if laboratory.train(seed, batches, time.time() + time_left_s(arguments)) is None:
                 say(f"seed {seed}: the time is up")
                 break
-            found += judge(laboratory, lanes, judges, seed)
+            found += judge(laboratory, judges, seed)
         for futures in ahead.values():
             for future in futures:
                 future.cancel()
@@ -179,33 +133,25 @@ def time_left_s(arguments: argparse.Namespace) -> float:
     return left_s
 
 
-def make_lanes(
-    settings: LaneSettings, states: ResidentStates
-) -> tuple[dict[str, Lane], dict[str, Lane]]:
-    """The drafters to train, and for each the one with bf16 products that it is judged by."""
+def make_lanes(plain: Lane) -> dict[str, Lane]:
+    """The drafters to train: like one with bf16 products, each in its form."""
     lanes: dict[str, Lane] = {}
-    judges: dict[str, Lane] = {}
     for variant in VARIANTS:
-        lane = CurveLane(settings, states, form=variant)
-        lane.record()
-        lanes[variant] = judges[variant] = lane
-        if variant in FORMS:
-            judges[variant] = Lane(settings, states)
-            judges[variant].record()
-        say(f"{variant} is ready")
-    return lanes, judges
+        lanes[variant] = CurveLane(plain.settings, plain.states, form=variant)
+        lanes[variant].record()
+        say(f"{variant} is ready to be trained")
+    return lanes
 
 
-def judge(
-    laboratory: Laboratory, lanes: Mapping[str, Lane], judges: dict[str, Lane], seed: int
-) -> list[Outcome]:
-    """Judges the drafters of a seed, which are trained."""
-    for variant, lane in lanes.items():
-        if judges[variant] is not lane:
-            judges[variant].start(lane.optimizer.weights())
-    suites = replace(laboratory, lanes=judges).judge()
+def judge(laboratory: Laboratory, judges: Laboratory, seed: int) -> list[Outcome]:
+    """Judges the drafters of a seed, which are trained, by bf16 products."""
+    judged_by = {variant: laboratory.lanes[variant] for variant in VARIANTS}
+    for variant, lane in zip(FORMS, judges.lanes.values(), strict=True):
+        lane.start(laboratory.lanes[variant].optimizer.weights())
+        judged_by[variant] = lane
+    suites = replace(laboratory, lanes=judged_by).judge()
     found = []
-    for variant, lane in lanes.items():
+    for variant, lane in laboratory.lanes.items():
         assert isinstance(lane, CurveLane)
         losses = torch.stack(lane.curve).float().cpu().numpy()
         parts = np.array_split(losses, min(NUM_CURVE_POINTS, len(losses)))
@@ -265,6 +211,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512)
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--mask-token-id", type=int)
     parser.add_argument("--trained", default="math", help="first part of the ids to train on")
