@@ -288,8 +288,7 @@ def backward_context_kernel(
     scale,
     slope_scale,
     num_context,
-    chunk_queries,
-    num_queries,
+    num_chunks,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -297,13 +296,13 @@ def backward_context_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One tile of context keys: what a chunk of the queries gives to it."""
+    """One tile of context keys: what a chunk of the queries that see it gives to it."""
     QUERIES: tl.constexpr = ROWS // PACK
     PARTS: tl.constexpr = HEADS // KV_HEADS // PACK
-    # Early keys and late queries have most to do: they start first.
+    # Early keys have most to do: they start first.
     kv_head = tl.program_id(0) % KV_HEADS
-    tile = tl.program_id(0) // KV_HEADS
-    chunk = tl.num_programs(1) - 1 - tl.program_id(1)
+    chunk = tl.program_id(0) // KV_HEADS % num_chunks
+    tile = tl.program_id(0) // KV_HEADS // num_chunks
     lane = tl.arange(0, HEAD_DIM)
     spot = tile * KEYS + tl.arange(0, KEYS)
     inside = (spot < num_context)[:, None]
@@ -313,15 +312,16 @@ def backward_context_kernel(
     of_keys = tl.zeros((KEYS, HEAD_DIM), dtype=tl.float32)
     of_values = tl.zeros((KEYS, HEAD_DIM), dtype=tl.float32)
 
-    begin = chunk * chunk_queries
-    end = tl.minimum(begin + chunk_queries, num_queries)
-    first = tl.maximum(tl.load(query_ranges + tile * 4) // QUERIES * QUERIES, begin)
-    last = tl.minimum(tl.load(query_ranges + tile * 4 + 3), end)
-    full = (tl.load(query_ranges + tile * 4 + 1) + QUERIES - 1) // QUERIES * QUERIES
+    ranges = query_ranges + tile * 4
+    first, last = tl.load(ranges) // QUERIES * QUERIES, tl.load(ranges + 3)
+    share = tl.cdiv(tl.cdiv(last - first, num_chunks), QUERIES) * QUERIES
+    first += chunk * share
+    last = tl.minimum(first + share, last)
+    full = (tl.load(ranges + 1) + QUERIES - 1) // QUERIES * QUERIES
     full = tl.maximum(tl.minimum(full, last), first)
-    rest = tl.minimum(tl.load(query_ranges + tile * 4 + 2) // QUERIES * QUERIES, last)
+    rest = tl.minimum(tl.load(ranges + 2) // QUERIES * QUERIES, last)
     rest = tl.maximum(rest, full)
-    num_before = tl.maximum(full - first + QUERIES - 1, 0) // QUERIES
+    num_before = (full - first + QUERIES - 1) // QUERIES
     num_masked = num_before + tl.maximum(last - rest + QUERIES - 1, 0) // QUERIES
     for part in range(PARTS):
         group = kv_head * PARTS + part

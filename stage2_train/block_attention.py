@@ -18,13 +18,11 @@ from stage2_train.flex import VisibleRuns
 # Shapes: queries [queries, heads, head_dim]; keys and values [tokens, kv_heads, head_dim].
 
 _LOG2_E = 1.4426950408889634
-# Keys of a tile of context whose visible queries are written down beforehand.
-_RANGE_KEYS = 128
 # What tiles of the largest heads need: the data-centre GPUs since Hopper have it.
 _SHARED_MEMORY_BYTES = 220 * 1024
-# Queries are gathered for a tile of context in so many chunks: the first tiles are seen by nearly
-# all queries, and would take longer than all others.
-_NUM_CHUNKS = 4
+# The queries that see a tile of context are cut into chunks until there are so many programs: the
+# first tiles are seen by nearly all queries, and would take longer than all others together.
+_NUM_CONTEXT_PROGRAMS, _MAX_CHUNKS = 768, 8
 
 
 class BlockTables(NamedTuple):
@@ -52,7 +50,7 @@ class Tiling:
 
 _FORWARD = Tiling(rows=128, keys=64, num_warps=8, num_stages=3)
 _BACKWARD_ROWS = Tiling(rows=128, keys=64, num_warps=8, num_stages=2)
-_BACKWARD_CONTEXT = Tiling(rows=64, keys=_RANGE_KEYS, num_warps=8, num_stages=2)
+_BACKWARD_CONTEXT = Tiling(rows=64, keys=128, num_warps=8, num_stages=2)
 
 
 def suits(
@@ -93,9 +91,10 @@ def block_tables(runs: VisibleRuns, *, num_context_tokens: int) -> BlockTables:
 
 
 def query_ranges(
-    runs: VisibleRuns, *, num_context_tokens: int, tile_keys: int = _RANGE_KEYS
+    runs: VisibleRuns, *, num_context_tokens: int, tile_keys: int | None = None
 ) -> Int32[Tensor, "key_tiles 4"]:
-    """Gives `BlockTables.query_ranges`."""
+    """Gives `BlockTables.query_ranges`, of the backward pass's tiles unless told otherwise."""
+    tile_keys = tile_keys or _BACKWARD_CONTEXT.keys
     num_queries = len(runs.context_start)
     start, stop = runs.context_start[None, :], runs.context_stop[None, :]
     left = torch.arange(0, num_context_tokens, tile_keys, device=start.device)[:, None]
@@ -227,9 +226,7 @@ def _attention_backward(
         **sizes,
     )
     sizes = _sizes(queries, own_keys, _BACKWARD_CONTEXT)
-    tile_queries = sizes["ROWS"] // sizes["PACK"]
-    chunk_queries = -(-num_queries // (_NUM_CHUNKS * tile_queries)) * tile_queries
-    backward_context_kernel[(len(query_ranges) * sizes["KV_HEADS"], _NUM_CHUNKS)](
+    backward_context_kernel[(len(query_ranges) * sizes["KV_HEADS"] * len(of_keys),)](
         queries,
         context_keys,
         context_values,
@@ -244,8 +241,7 @@ def _attention_backward(
         scale * _LOG2_E,
         scale,
         num_context,
-        chunk_queries,
-        num_queries,
+        len(of_keys),
         **sizes,
     )
     return results
@@ -264,7 +260,9 @@ def _backward_results(
     num_heads, num_kv_heads = queries.shape[1], own_keys.shape[1]
     parts = num_heads // num_kv_heads // _heads_beside(num_heads, num_kv_heads)
     dtype = torch.float32 if parts > 1 else queries.dtype
-    of_context, of_own = (_NUM_CHUNKS, *context_keys.shape), (parts, *own_keys.shape)
+    num_programs = -(-len(context_keys) // _BACKWARD_CONTEXT.keys) * num_kv_heads
+    num_chunks = min(max(_NUM_CONTEXT_PROGRAMS // num_programs, 1), _MAX_CHUNKS)
+    of_context, of_own = (num_chunks, *context_keys.shape), (parts, *own_keys.shape)
     return (
         torch.empty_like(queries, memory_format=torch.contiguous_format),
         queries.new_empty(of_context, dtype=torch.float32),

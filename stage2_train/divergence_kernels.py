@@ -1,3 +1,4 @@
+# ruff: noqa: N803, N806
 """One Triton kernel for the rows of a chunk: from both models' logits to divergence and slopes."""
 
 import torch
@@ -6,7 +7,9 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
-_COLUMNS = 4096
+from stage2_train.softmax_kernels import log_sum_of, logits_at
+
+_COLUMNS, _WIDTH = 4096, 8
 
 
 def rows_to_slopes(
@@ -37,6 +40,7 @@ def rows_to_slopes(
         is_top: filled with whether no token is more probable to the drafter than the label.
     """
     num_rows, vocab_size = logits.shape
+    columns = min(_COLUMNS, triton.next_power_of_2(vocab_size))
     _row_slopes[(num_rows,)](
         logits,
         target_logits,
@@ -51,50 +55,10 @@ def rows_to_slopes(
         VOCAB=vocab_size,
         HAS_SOFTCAP=softcap is not None,
         IS_TOTAL_VARIATION=is_total_variation,
-        COLUMNS=min(_COLUMNS, triton.next_power_of_2(vocab_size)),
+        LANES=columns // min(_WIDTH, columns),
+        WIDTH=min(_WIDTH, columns),
         num_warps=8,
     )
-
-
-@triton.jit
-def _capped(
-    base,
-    column,
-    inside,
-    logit_scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
-):
-    value = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
-        # tanh by its sigmoid; -inf stays out of it.
-        capped = softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0)
-        value = tl.where(inside, capped, float("-inf"))
-    return value
-
-
-@triton.jit
-def _log_sum(
-    base,
-    logit_scale,
-    softcap,
-    VOCAB: tl.constexpr,  # noqa: N803
-    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-):
-    """Log-sum-exp and maximum of a row."""
-    lane = tl.arange(0, COLUMNS)
-    largest = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for start in range(0, VOCAB, COLUMNS):
-        column = start + lane
-        value = _capped(base, column, column < VOCAB, logit_scale, softcap, HAS_SOFTCAP)
-        larger = tl.maximum(largest, value)
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp(largest - shift) + tl.exp(value - shift)
-        largest = larger
-    top = tl.max(largest, axis=0)
-    return top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0)), top
 
 
 @triton.jit
@@ -109,20 +73,27 @@ def _row_slopes(
     target_row_stride,
     logit_scale,
     softcap,
-    VOCAB: tl.constexpr,  # noqa: N803
-    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
-    IS_TOTAL_VARIATION: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
+    VOCAB: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_TOTAL_VARIATION: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """One row: both log-sums, then the divergence, then the slopes."""
+    COLUMNS: tl.constexpr = LANES * WIDTH
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
     target_base = target_logits + row * target_row_stride
     lane = tl.arange(0, COLUMNS)
-    log_sum, top = _log_sum(base, logit_scale, softcap, VOCAB, HAS_SOFTCAP, COLUMNS)
-    target_log_sum, _ = _log_sum(target_base, logit_scale, softcap, VOCAB, HAS_SOFTCAP, COLUMNS)
+    # The logits come with their bias: any pointer stands in its place.
+    log_sum, top = log_sum_of(
+        base, base, logit_scale, softcap, VOCAB, False, HAS_SOFTCAP, LANES, WIDTH
+    )
+    target_log_sum, _ = log_sum_of(
+        target_base, base, logit_scale, softcap, VOCAB, False, HAS_SOFTCAP, LANES, WIDTH
+    )
     label = tl.load(labels + row)
-    at_label = _capped(base, label, label < VOCAB, logit_scale, softcap, HAS_SOFTCAP)
+    at_label = logits_at(base, base, label, label < VOCAB, logit_scale, softcap, False, HAS_SOFTCAP)
     tl.store(is_top + row, (at_label >= top).to(tl.int8))
 
     divergence = tl.zeros((COLUMNS,), dtype=tl.float32)
@@ -130,8 +101,13 @@ def _row_slopes(
     for start in range(0, VOCAB, COLUMNS):
         column = start + lane
         inside = column < VOCAB
-        drafted = _capped(base, column, inside, logit_scale, softcap, HAS_SOFTCAP) - log_sum
-        wanted = _capped(target_base, column, inside, logit_scale, softcap, HAS_SOFTCAP)
+        drafted = (
+            logits_at(base, base, column, inside, logit_scale, softcap, False, HAS_SOFTCAP)
+            - log_sum
+        )
+        wanted = logits_at(
+            target_base, base, column, inside, logit_scale, softcap, False, HAS_SOFTCAP
+        )
         wanted -= target_log_sum
         p, q = tl.exp(drafted), tl.exp(wanted)
         if IS_TOTAL_VARIATION:
@@ -146,8 +122,10 @@ def _row_slopes(
     for start in range(0, VOCAB, COLUMNS):
         column = start + lane
         inside = column < VOCAB
-        value = _capped(base, column, inside, logit_scale, softcap, HAS_SOFTCAP)
-        wanted = _capped(target_base, column, inside, logit_scale, softcap, HAS_SOFTCAP)
+        value = logits_at(base, base, column, inside, logit_scale, softcap, False, HAS_SOFTCAP)
+        wanted = logits_at(
+            target_base, base, column, inside, logit_scale, softcap, False, HAS_SOFTCAP
+        )
         p, q = tl.exp(value - log_sum), tl.exp(wanted - target_log_sum)
         if IS_TOTAL_VARIATION:
             side = tl.where(p > q, 0.5, tl.where(p < q, -0.5, 0.0))

@@ -1,3 +1,4 @@
+# ruff: noqa: N803, N806
 """One Triton kernel for the rows of a chunk: from logits to loss and gradient."""
 
 import torch
@@ -6,7 +7,10 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Float32, Int, Shaped
 from torch import Tensor
 
-_COLUMNS = 8192
+from stage2_train.softmax_kernels import log_sum_of, logits_at
+
+# Logits that a program reads at once, and neighbours among them that one lane reads.
+_COLUMNS, _WIDTH = 4096, 8
 
 
 def rows_to_gradient(
@@ -40,6 +44,7 @@ def rows_to_gradient(
         gradient_scales: filled with each row's scale where the gradient is fp8.
     """
     num_rows, vocab_size = logits.shape
+    columns = min(_COLUMNS, triton.next_power_of_2(vocab_size))
     _row_gradient[(num_rows,)](
         logits,
         labels,
@@ -57,31 +62,10 @@ def rows_to_gradient(
         HAS_SOFTCAP=softcap is not None,
         IS_GRADIENT_WANTED=gradient is not None,
         IS_FP8=gradient_scales is not None,
-        COLUMNS=min(_COLUMNS, triton.next_power_of_2(vocab_size)),
-        num_warps=16,
+        LANES=columns // min(_WIDTH, columns),
+        WIDTH=min(_WIDTH, columns),
+        num_warps=8,
     )
-
-
-@triton.jit
-def _logits_at(
-    base,
-    bias,
-    column,
-    inside,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
-):
-    value = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
-    if HAS_BIAS:
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    value *= logit_scale
-    if HAS_SOFTCAP:
-        # tanh by its sigmoid; -inf stays out of it.
-        capped = softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0)
-        value = tl.where(inside, capped, float("-inf"))
-    return value
 
 
 @triton.jit
@@ -97,33 +81,24 @@ def _row_gradient(
     row_stride,
     logit_scale,
     softcap,
-    VOCAB: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
-    IS_GRADIENT_WANTED: tl.constexpr,  # noqa: N803
-    IS_FP8: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
+    VOCAB: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_GRADIENT_WANTED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """One row: its log-sum-exp in one pass, its gradient in a second."""
+    COLUMNS: tl.constexpr = LANES * WIDTH
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
-    label = tl.load(labels + row)
     lane = tl.arange(0, COLUMNS)
-    largest = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for start in range(0, VOCAB, COLUMNS):
-        column = start + lane
-        value = _logits_at(
-            base, bias, column, column < VOCAB, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
-        # Every lane keeps its own running maximum: no reduction until the row is read.
-        larger = tl.maximum(largest, value)
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp(largest - shift) + tl.exp(value - shift)
-        largest = larger
-    top = tl.max(largest, axis=0)
-    log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
-    at_label = _logits_at(
+    log_sum, top = log_sum_of(
+        base, bias, logit_scale, softcap, VOCAB, HAS_BIAS, HAS_SOFTCAP, LANES, WIDTH
+    )
+    label = tl.load(labels + row)
+    at_label = logits_at(
         base, bias, label, label < VOCAB, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
     tl.store(row_loss + row, log_sum - at_label)
@@ -135,10 +110,11 @@ def _row_gradient(
             largest_entry = tl.maximum(1.0 - tl.exp(at_label - log_sum), 1e-12)
             tl.store(gradient_scales + row, factor * largest_entry / 448.0)
             factor = 448.0 / largest_entry
-        for start in range(0, VOCAB, COLUMNS):
-            column = start + lane
+        # From the end of the row, which the cache saw last.
+        for number in range(tl.cdiv(VOCAB, COLUMNS)):
+            column = (tl.cdiv(VOCAB, COLUMNS) - 1 - number) * COLUMNS + lane
             inside = column < VOCAB
-            value = _logits_at(
+            value = logits_at(
                 base, bias, column, inside, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
             )
             slope = tl.exp(value - log_sum) - tl.where(column == label, 1.0, 0.0)

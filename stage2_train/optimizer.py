@@ -79,11 +79,10 @@ class MasterAdamW:
     def _fused_step(self, rate: float) -> Float[Tensor, ""]:
         """Does the same with one kernel a tensor, which reads bf16 gradients as they are."""
         # Imported here, for a CPU needs no Triton.
-        from stage2_train.optimizer_kernels import adamw_update
+        from stage2_train.optimizer_kernels import adamw_update, norm_of
 
         gradients = [_gradient_of(parameter) for parameter in self.parameters]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        norm = norm_of(gradients)
         gradient_scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in self.adamw.param_groups:
             group["lr"] = rate

@@ -1,11 +1,46 @@
-"""One Triton kernel for AdamW with fp32 masters and bf16 weights: each number is touched once."""
+"""Triton kernels of AdamW with fp32 masters and bf16 weights: each number is touched once."""
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
 
 _ELEMENTS = 4096
+# Programs that sum up one tensor's squares.
+_NUM_SUMS = 1024
+
+
+def norm_of(gradients: Sequence[Tensor]) -> Float32[Tensor, ""]:
+    """Gives the norm of all gradients together, summed in fp32 in an order that never changes."""
+    shape, device = (len(gradients), _NUM_SUMS), gradients[0].device
+    sums = torch.zeros(shape, dtype=torch.float32, device=device)
+    for of_tensor, gradient in zip(sums, gradients, strict=True):
+        num_elements = gradient.numel()
+        num_programs = min(_NUM_SUMS, triton.cdiv(num_elements, _ELEMENTS))
+        _sum_squares[(num_programs,)](
+            gradient, of_tensor, num_elements, ELEMENTS=_ELEMENTS, num_warps=8
+        )
+    return sums.sum().sqrt()
+
+
+@triton.jit
+def _sum_squares(
+    gradient,
+    sums,
+    num_elements,
+    ELEMENTS: tl.constexpr,  # noqa: N803
+):
+    program, step = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, ELEMENTS)
+    total = tl.zeros((ELEMENTS,), dtype=tl.float32)
+    for turn in range(tl.cdiv(num_elements - program * ELEMENTS, step * ELEMENTS)):
+        place = (program + turn * step).to(tl.int64) * ELEMENTS + lane
+        number = tl.load(gradient + place, mask=place < num_elements, other=0.0).to(tl.float32)
+        total += number * number
+    tl.store(sums + program, tl.sum(total, axis=0))
 
 
 def adamw_update(

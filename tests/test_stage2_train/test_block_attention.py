@@ -36,7 +36,9 @@ def test_ranges_hold_every_query_that_sees_a_tile_and_only_whole_ones_inside(
     shape = {"num_context_tokens": num_context_tokens, "block_size": 16, "rule": rule}
     seen = block_mask(context_start, context_stop, **shape)[:, :num_context_tokens]
     ranges = query_ranges(
-        visible_runs(context_start, context_stop, **shape), num_context_tokens=num_context_tokens
+        visible_runs(context_start, context_stop, **shape),
+        num_context_tokens=num_context_tokens,
+        tile_keys=128,
     )
     tiles = seen.split(128, dim=1)
     assert ranges.shape == (len(tiles), 4)
@@ -75,7 +77,7 @@ is_gpu = device.type == "cuda"
 if not is_gpu:
     # Small tiles, so that a small problem has several of each kind.
     for name, rows, keys in (
-        ("_FORWARD", 64, 32), ("_BACKWARD_ROWS", 64, 32), ("_BACKWARD_CONTEXT", 32, 128)
+        ("_FORWARD", 64, 32), ("_BACKWARD_ROWS", 64, 32), ("_BACKWARD_CONTEXT", 32, 64)
     ):
         tiling = block_attention.Tiling(rows=rows, keys=keys, num_warps=4, num_stages=1)
         setattr(block_attention, name, tiling)

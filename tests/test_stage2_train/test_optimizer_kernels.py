@@ -1,4 +1,4 @@
-"""The optimizer kernel, interpreted and on a GPU, is torch's AdamW on fp32 masters."""
+"""The optimizer's kernels, interpreted and on a GPU, are torch's AdamW and gradient norm."""
 
 import pytest
 
@@ -37,3 +37,26 @@ for shape, dtype in (((5000,), torch.bfloat16), ((3, 70), torch.float32)):
 def test_kernel_is_torchs_adamw(run_script, device):
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
     run_script(SCRIPT, device=device)
+
+
+NORM = """
+import sys
+import torch
+from stage2_train import optimizer_kernels
+
+torch.set_default_device(sys.argv[1])
+torch.manual_seed(0)
+# So few programs that each of the largest tensor's takes several turns.
+optimizer_kernels._NUM_SUMS = 4
+for dtype in (torch.bfloat16, torch.float32):
+    gradients = [torch.randn(shape).to(dtype) for shape in ((70_000,), (3, 70), (1,))]
+    expected = torch.cat([gradient.double().reshape(-1) for gradient in gradients]).norm()
+    found = [optimizer_kernels.norm_of(gradients) for _ in range(2)]
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=0.0)
+    assert torch.equal(*found)
+"""
+
+
+def test_norm_is_that_of_all_gradients_and_repeats_itself(run_script, device):
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    run_script(NORM, device=device)
