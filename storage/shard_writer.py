@@ -21,6 +21,9 @@ from storage.packing import side_by_side
 from storage.records import create_record
 from storage.schema import LayerRecord, UnitId
 
+_WORTH_A_THREAD_BYTES = 2**20
+"""Bytes of a sequence's layer from which writing takes longer than handing it to a thread."""
+
 
 class LayerArrays:
     """The arrays of some layers and of their token scales, being written."""
@@ -72,28 +75,36 @@ class LayerArrays:
             _check_layer(sequence_id, num_tokens, record, states[name])
 
     def append(self, states: Mapping[str, EncodedStates]) -> None:
-        """Appends one whole sequence; one write per array. Layers are packed side by side."""
-        packed = []
-        for name, array in self._arrays.items():
-            append = partial(array.append, states[name].data)
-            if self._layers[name].packing is None:
+        """Appends one whole sequence, one write per array; large layers side by side."""
+        appends = {
+            name: partial(array.append, states[name].data) for name, array in self._arrays.items()
+        }
+        is_worth_threads = any(
+            self._layers[name].packing is not None or each.data.nbytes >= _WORTH_A_THREAD_BYTES
+            for name, each in states.items()
+        )
+        if is_worth_threads:
+            side_by_side(list(appends.values()))
+        else:
+            for append in appends.values():
                 append()
-            else:
-                packed.append(append)
-        side_by_side(packed)
         if self._scales is not None:
             columns = [states[name].scales for name in self.scale_columns]
             self._scales.append(np.stack(columns, axis=1))  # type: ignore[arg-type]
 
     def finish(self) -> tuple[dict[str, ArrayRecord], ArrayRecord | None]:
         """Flushes all arrays and says what lies there: the layers' and that of the scales."""
-        records = {
-            name: array.finish(
+        finished: dict[str, ArrayRecord] = {}
+
+        def finish(name: str) -> None:
+            finished[name] = self._arrays[name].finish(
                 axes=("tokens", "hidden"),
                 attributes={"layer": name, "encoding": self._layers[name].encoding},
             )
-            for name, array in self._arrays.items()
-        }
+
+        # Each waits for the disk, which takes them all at once.
+        side_by_side([partial(finish, name) for name in self._arrays])
+        records = {name: finished[name] for name in self._arrays}
         if self._scales is None:
             return records, None
         attributes = {"layers": self.scale_columns}

@@ -1,11 +1,14 @@
-"""Layers added to a store that is filled already."""
+"""Layers written side by side, and layers added to a store that is filled already."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from storage import packing, shard_writer
+from storage.arrays import ArrayWriter
 from storage.encodings import calibrate_channels, decode, encode
 from storage.errors import StoreError
 from storage.reader import open_store
@@ -14,6 +17,32 @@ from storage.verify import verify_store
 from storage.writer import WritableStore, open_for_writing
 
 ADDED = LayerRecord(name="5", encoding="fp8", hidden_size=16)
+
+
+def test_large_layers_are_written_side_by_side_and_lie_as_small_ones_do(
+    tmp_path: Path,
+    filled_dir: Path,
+    making: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three layers wait for each other: one after another they would wait for ever."""
+    right, together = ArrayWriter.append, threading.Barrier(3, timeout=60)
+
+    def append(array: ArrayWriter, rows: np.ndarray) -> None:
+        if rows.shape[1] > 2:  # The scales come by themselves.
+            together.wait()
+        right(array, rows)
+
+    monkeypatch.setattr(shard_writer, "_WORTH_A_THREAD_BYTES", 1)
+    monkeypatch.setattr(ArrayWriter, "append", append)
+    monkeypatch.setattr("storage.packing.os.cpu_count", lambda: 8)
+    packing._threads.cache_clear()
+    making.fill(making.make_store(tmp_path / "other"))
+    packing._threads.cache_clear()
+    assert verify_store(tmp_path / "other", full=True).ok
+    assert (
+        open_store(tmp_path / "other").content_digest() == open_store(filled_dir).content_digest()
+    )
 
 
 @pytest.fixture
