@@ -12,7 +12,9 @@ written) is timed, eager and compiled. What was stored is compared with a plain 
 """
 
 import argparse
+import re
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -234,6 +236,8 @@ def run_store(
     written = sum(path.stat().st_size for path in store_dir.rglob("*") if path.is_file())
     where = "memory" if place.startswith("/dev/shm") else "disk"
     kind = (arguments.target or arguments.shape).split("/")[-1].split(":")[-1]
+    # A converted GGUF file's folder also names its size, time and version.
+    kind = re.sub(r"(-\d{5,})+-v\d+$", "", kind)
     prefix = "stage1_" + (f"{kind}_" if arguments.target else "")
     prefix += "ragged_" if arguments.ragged else ""
     prefix += "" if arguments.encoding == "fp8" else f"{arguments.encoding}_"
@@ -331,20 +335,19 @@ def forward_only_s(worker: BenchmarkWorker) -> float:
     for warm_up in (True, False):
         synchronize(worker.target.device)
         start_s = time.perf_counter()
-        for batch in batches[: 3 if warm_up else None]:
+        for number, batch in enumerate(batches[: 3 if warm_up else None]):
             worker.target.hidden_states(batch, layers=layers)
-            # As many batches in flight as the pipeline has, not more memory.
-            if worker.target.device.startswith("cuda"):
-                torch.cuda.current_stream().synchronize()
+            # About as many batches in flight as the pipeline has.
+            if number % 8 == 7:
+                synchronize(worker.target.device)
         synchronize(worker.target.device)
     return time.perf_counter() - start_s
 
 
 def run_sweep(
     target: TransformersTarget, arguments: argparse.Namespace, layers: Sequence[str]
-) -> Figures:
+) -> Iterator[Figures]:
     """Our forward pass at several batch sizes, compiled."""
-    figures: Figures = {}
     tokens = arguments.sequence_tokens
     rng = np.random.default_rng(1)
     for count in (int(each) for each in arguments.sweep.split(",")):
@@ -356,14 +359,13 @@ def run_sweep(
             seconds = median_s(
                 lambda batch=batch: target.hidden_states(batch, layers=layers), target.device
             )
-        figures[f"stage1_forward_packed_compiled_{count}"] = (
-            count * tokens / seconds,
-            "tokens/s",
-            f"{count} sequences, {seconds * 1e3:.1f} ms"
-            + ("" if target.compiled else ", NOT COMPILED"),
-        )
+        note = f"{count} sequences, {seconds * 1e3:.1f} ms"
+        note += "" if target.compiled else ", NOT COMPILED"
+        yield {
+            f"stage1_forward_packed_compiled_{count}": (count * tokens / seconds, "tokens/s", note)
+        }
     target.compiled = None
-    return figures
+    target.forget_recorded()
 
 
 @contextmanager
@@ -373,9 +375,8 @@ def default_stance() -> Iterator[None]:
         yield
 
 
-def run_peers(target: TransformersTarget, arguments: argparse.Namespace) -> Figures:
+def run_peers(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[Figures]:
     """The forward pass of transformers itself: all layers, no states kept, nothing written."""
-    figures: Figures = {}
     shape = (arguments.batch_sequences, arguments.sequence_tokens)
     token_ids = torch.randint(0, 500, shape, device=target.device)
     eager = target.decoder.module
@@ -384,13 +385,12 @@ def run_peers(target: TransformersTarget, arguments: argparse.Namespace) -> Figu
             seconds = median_s(
                 lambda module=module: module(input_ids=token_ids, use_cache=False), target.device
             )
-        figures[f"stage1_transformers_{name}_tok_s"] = (
-            token_ids.numel() / seconds,
-            "tokens/s",
+        note = (
             f"forward pass of all layers, {shape[0]} x {shape[1]} tokens, {seconds * 1e3:.1f} ms,"
-            f" attention {target.config._attn_implementation}",
+            f" attention {target.config._attn_implementation}"
         )
-    return figures
+        figure = f"stage1_transformers_{name}_tok_s"
+        yield {figure: (token_ids.numel() / seconds, "tokens/s", note)}
 
 
 def print_profile(worker: BenchmarkWorker) -> None:
@@ -430,11 +430,26 @@ def main() -> None:
     parser.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name(0) if device == "cuda:0" else "CPU"
-    target = make_target(arguments, device)
     figures: Figures = {}
+    # Told to stop, as by `timeout`, it records what it has so far.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        for found in measure(arguments, device):
+            for figure, (value, unit, note) in found.items():
+                print(f"{figure:<44} {value:>12.5g} {unit:<9} {note}", flush=True)
+            figures |= found
+    finally:
+        if figures and not arguments.no_record:
+            name = torch.cuda.get_device_name(0) if device == "cuda:0" else "CPU"
+            title = "Stage 1: from token ids to a committed store"
+            record(title, figures, device=name, packages=PACKAGES)
+
+
+def measure(arguments: argparse.Namespace, device: str) -> Iterator[Figures]:
+    """Everything that was asked for, part by part."""
+    target = make_target(arguments, device)
     if arguments.peers:
-        figures |= run_peers(target, arguments)
+        yield from run_peers(target, arguments)
     if arguments.sweep:
         layers = captured_layers(
             None,
@@ -442,33 +457,24 @@ def main() -> None:
             lm_head_input=False,
             num_target_layers=target.config.num_hidden_layers,
         )
-        figures |= run_sweep(target, arguments, layers)
+        yield from run_sweep(target, arguments, layers)
     sequences = make_sequences(arguments, target.config.vocab_size)
     forward_s: float | None = None
-    is_ready = False
-    for place in arguments.places.split(","):
-        if not place:
-            continue
+    for number, place in enumerate(filter(None, arguments.places.split(","))):
         folder = Path(place) / "stage1-benchmark"
         shutil.rmtree(folder, ignore_errors=True)
         worker = make_worker(arguments, target, sequences, folder)
-        if not is_ready:
+        if number == 0:
             prepare(worker)
-            is_ready = True
             forward_s = None if arguments.no_forward_alone else forward_only_s(worker)
             if arguments.profile:
                 print_profile(worker)
         elif target.compiled is not None:
             worker.metrics.evidence = target.compiled.evidence
-        for figure, value in run_store(worker, place, arguments, forward_s).items():
-            suffix = "" if place.startswith("/dev/shm") else "_disk"
-            figures[figure + suffix] = value
+        suffix = "" if place.startswith("/dev/shm") else "_disk"
+        found = run_store(worker, place, arguments, forward_s)
+        yield {figure + suffix: value for figure, value in found.items()}
         shutil.rmtree(folder)
-    if arguments.no_record:
-        for figure, (value, unit, note) in figures.items():
-            print(f"{figure:<44} {value:>12.5g} {unit:<9} {note}")
-        return
-    record("Stage 1: from token ids to a committed store", figures, device=name, packages=PACKAGES)
 
 
 def prepare(worker: BenchmarkWorker) -> None:
