@@ -257,14 +257,17 @@ def _fused_chunk_loss(
         torch.empty(logits.shape, dtype=FP8, device=logits.device),
         torch.empty((len(labels), 1), dtype=torch.float32, device=logits.device),
     )
+    label_slopes = torch.empty_like(slopes.scales[:, 0])
     rows_to_gradient(
         logits,
         labels,
         weights,
         gradient=slopes.codes,
         gradient_scales=slopes.scales[:, 0],
+        label_slopes=label_slopes,
         **facts,
     )
-    # The label's slope is as large as all others together: in the tensor cores' own running sums
-    # what they add would be cut off, a quarter of the gradient of a fresh drafter.
-    gradient.copy_(product(slopes, head.fp8.by_input, is_fast=False))
+    # Over a whole vocabulary the tensor cores' own running sums would cut small slopes off.
+    others = product(slopes, head.fp8.by_input, is_fast=False)
+    of_label = head.lm_head_weight.index_select(0, labels)
+    torch.addcmul(others, of_label, label_slopes[:, None].to(others.dtype), out=gradient)

@@ -25,6 +25,7 @@ def rows_to_gradient(
     is_top: Bool[Tensor, "rows"],
     gradient: Shaped[Tensor, "rows vocab"] | None,
     gradient_scales: Float32[Tensor, "rows"] | None = None,
+    label_slopes: Float32[Tensor, "rows"] | None = None,
 ) -> None:
     """Fills `row_loss`, `is_top` and the gradient of the weighted loss, from raw logits.
 
@@ -42,6 +43,9 @@ def rows_to_gradient(
         gradient: filled with the gradient of the raw logits; may be `logits` itself, or fp8
             codes; None leaves it out.
         gradient_scales: filled with each row's scale where the gradient is fp8.
+        label_slopes: filled with the gradient at each row's label where the gradient is fp8, whose
+            code there is 0. It is as large as all others together: under a scale of its size a
+            fresh drafter's codes could not tell the others from nothing.
     """
     num_rows, vocab_size = logits.shape
     columns = min(_COLUMNS, triton.next_power_of_2(vocab_size))
@@ -54,6 +58,7 @@ def rows_to_gradient(
         is_top.view(torch.int8),
         logits if gradient is None else gradient,
         row_loss if gradient_scales is None else gradient_scales,
+        row_loss if label_slopes is None else label_slopes,
         logits.stride(0),
         logit_scale,
         1.0 if softcap is None else softcap,
@@ -78,6 +83,7 @@ def _row_gradient(
     is_top,
     gradient,
     gradient_scales,
+    label_slopes,
     row_stride,
     logit_scale,
     softcap,
@@ -106,8 +112,14 @@ def _row_gradient(
     if IS_GRADIENT_WANTED:
         factor = tl.load(weights + row) * logit_scale
         if IS_FP8:
-            # The label's own entry, 1 - p, is the largest: the others sum up to it.
-            largest_entry = tl.maximum(1.0 - tl.exp(at_label - log_sum), 1e-12)
+            label_probability = tl.exp(at_label - log_sum)
+            label_slope = factor * (label_probability - 1.0)
+            if HAS_SOFTCAP:
+                label_slope *= 1.0 - (at_label / softcap) * (at_label / softcap)
+            tl.store(label_slopes + row, label_slope)
+            # Others are no larger than the largest of all, nor than all of them together.
+            largest_entry = tl.minimum(tl.exp(top - log_sum), 1.0 - label_probability)
+            largest_entry = tl.maximum(largest_entry, 1e-20)
             tl.store(gradient_scales + row, factor * largest_entry / 448.0)
             factor = 448.0 / largest_entry
         # From the end of the row, which the cache saw last.
@@ -123,6 +135,6 @@ def _row_gradient(
                 slope *= 1.0 - ratio * ratio
             slope *= factor
             if IS_FP8:
-                slope = tl.minimum(tl.maximum(slope, -448.0), 448.0)
+                slope = tl.where(column == label, 0.0, tl.minimum(slope, 448.0))
             place = gradient + row * row_stride + column
             tl.store(place, slope.to(gradient.dtype.element_ty), mask=inside)
