@@ -204,6 +204,9 @@ def _attend_in_recording(
 
     if tiles is None or not can_attend(query, key, value):
         raise PackingUnsupportedError("its attention depends on the host, which a replay does not")
+    if sliding_window is not None and sliding_window >= query.shape[2]:
+        # The kernel that ran before: another one could not be loaded while recording.
+        sliding_window = None
     return attend_by_tiles(
         query,
         key,
