@@ -34,7 +34,6 @@ from stage2_train.target_head import load_target_head
 from storage.reader import open_store
 
 FORMS = ("fp8", "fp8_all")
-VARIANTS = ("bf16", CONTROL, *FORMS)
 NUM_CURVE_POINTS = 5
 START_S = time.perf_counter()
 
@@ -112,7 +111,8 @@ def run(arguments: argparse.Namespace) -> list[Outcome]:
             say=say,
         )
         del host
-        laboratory = replace(judges, lanes=make_lanes(judges.lanes["bf16"]))
+        lanes = make_lanes(judges.lanes["bf16"], arguments.forms.split(","))
+        laboratory = replace(judges, lanes=lanes)
         for seed in range(arguments.seeds):
             if seed + 1 < arguments.seeds:
                 ahead[seed + 1] = start_batches(pool, seed + 1, arguments.steps)
@@ -133,10 +133,10 @@ def time_left_s(arguments: argparse.Namespace) -> float:
     return left_s
 
 
-def make_lanes(plain: Lane) -> dict[str, Lane]:
+def make_lanes(plain: Lane, forms: Sequence[str]) -> dict[str, Lane]:
     """The drafters to train: like one with bf16 products, each in its form."""
     lanes: dict[str, Lane] = {}
-    for variant in VARIANTS:
+    for variant in ("bf16", CONTROL, *forms):
         lanes[variant] = CurveLane(plain.settings, plain.states, form=variant)
         lanes[variant].record()
         say(f"{variant} is ready to be trained")
@@ -145,8 +145,9 @@ def make_lanes(plain: Lane) -> dict[str, Lane]:
 
 def judge(laboratory: Laboratory, judges: Laboratory, seed: int) -> list[Outcome]:
     """Judges the drafters of a seed, which are trained, by bf16 products."""
-    judged_by = {variant: laboratory.lanes[variant] for variant in VARIANTS}
-    for variant, lane in zip(FORMS, judges.lanes.values(), strict=True):
+    judged_by = dict(laboratory.lanes)
+    forms = [variant for variant in judged_by if variant in FORMS]
+    for variant, lane in zip(forms, judges.lanes.values(), strict=False):
         lane.start(laboratory.lanes[variant].optimizer.weights())
         judged_by[variant] = lane
     suites = replace(laboratory, lanes=judged_by).judge()
@@ -177,7 +178,7 @@ def summarize(found: Sequence[Outcome]) -> dict[str, tuple[float, str, str]]:
         ("final_loss", "nats", lambda outcome: outcome.losses[-1]),
         ("acceptance_length", "tokens", lambda o: statistics.fmean(o.acceptance.values())),
     ):
-        values = {v: [value_of(by_task[v, s]) for s in seeds] for v in VARIANTS}
+        values = {v: [value_of(by_task[v, s]) for s in seeds] for v, _ in by_task}
         plain = [
             statistics.fmean(pair) for pair in zip(values["bf16"], values[CONTROL], strict=True)
         ]
@@ -188,7 +189,7 @@ def summarize(found: Sequence[Outcome]) -> dict[str, tuple[float, str, str]]:
             unit,
             f"{len(seeds)} seeds, two of each; standard deviation {noise:.4f}",
         )
-        for form in FORMS:
+        for form in [form for form in FORMS if form in values]:
             ratio = mean_ratio(
                 [ours / exact for ours, exact in zip(values[form], plain, strict=True)]
             )
@@ -207,6 +208,7 @@ def main() -> None:
     """Trains, walks, prints, records."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("store", help="a store in bf16")
+    parser.add_argument("--forms", default=",".join(FORMS), help="of fp8 and fp8_all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch-tokens", type=int, default=4096)
