@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from stage2_train.config import OptimizerConfig
 
 EPS = 1e-8
+# Weights of a drafter whose update waits for launches, not for memory: up to here torch's kernels
+# for many tensors are used, of which a step needs ten and not two for each tensor.
+FEW_WEIGHTS = 100_000_000
 
 
 def learning_rate(step: int, *, total_steps: int, config: OptimizerConfig) -> float:
@@ -46,6 +49,12 @@ class MasterAdamW:
             if dtype == torch.float32
             else [nn.Parameter(master) for master in masters]
         )
+        num_weights = sum(master.numel() for master in self.masters)
+        self._has_kernels = (
+            self.masters is not self.parameters
+            and self.parameters[0].is_cuda
+            and num_weights > FEW_WEIGHTS
+        )
         decayed = [master for master in self.masters if master.dim() > 1]
         others = [master for master in self.masters if master.dim() <= 1]
         self.adamw = torch.optim.AdamW(
@@ -61,19 +70,27 @@ class MasterAdamW:
 
     def step(self, rate: float) -> Float[Tensor, ""]:
         """Clips the gradients, updates, and gives their norm before clipping; does not wait."""
-        if self.parameters[0].is_cuda and self.parameters[0] is not self.masters[0]:
+        if self._has_kernels:
             return self._fused_step(rate)
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
+        self._take_gradients()
         norm = nn.utils.clip_grad_norm_(self.masters, self.config.clip_norm, foreach=True)
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        if self.masters is self.parameters:
+            self.adamw.zero_grad(set_to_none=True)
         self._publish()
         return norm
+
+    @torch.no_grad()
+    def _take_gradients(self) -> None:
+        """Moves the parameters' gradients to the masters, whose memory for them stays."""
+        if self.masters is self.parameters:
+            return
+        own = [torch.empty_like(m) if m.grad is None else m.grad for m in self.masters]
+        torch._foreach_copy_(own, [_gradient_of(parameter) for parameter in self.parameters])
+        for master, parameter, gradient in zip(self.masters, self.parameters, own, strict=True):
+            master.grad, parameter.grad = gradient, None
 
     @torch.no_grad()
     def _fused_step(self, rate: float) -> Float[Tensor, ""]:
@@ -148,8 +165,7 @@ class MasterAdamW:
     def _like_fresh_state(self, kind: str, value: Tensor, master: nn.Parameter) -> Tensor:
         if kind != "step":
             return value.to(master)
-        is_on_host = master.is_cuda and self.parameters[0] is not self.masters[0]
-        return value.to("cpu" if is_on_host else master.device, torch.float32).clone()
+        return value.to("cpu" if self._has_kernels else master.device, torch.float32).clone()
 
     @torch.no_grad()
     def _publish(self) -> None:
