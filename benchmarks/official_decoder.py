@@ -17,7 +17,7 @@ from results import record
 
 from dflash_offline.config import drafter_run, load_run_file, store_dir_of
 from dflash_offline.suites import dialogue_messages, load_suite
-from stage1_extract.sequences import render
+from stage1_extract.rendering import render
 from stage1_extract.target import load_target
 from stage2_train.acceptance import mean_acceptance_length
 from stage2_train.device import choose_device

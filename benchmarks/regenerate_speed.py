@@ -20,7 +20,7 @@ from results import record
 
 from stage1_extract.config import RegenerateConfig, TargetConfig
 from stage1_extract.generation import BatchedAnswers, Generator
-from stage1_extract.sequences import render
+from stage1_extract.rendering import render
 from stage1_extract.slots import Slots
 from stage1_extract.target import load_target, resolve_target
 

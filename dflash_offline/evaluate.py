@@ -24,7 +24,7 @@ from dflash_offline.decode_target import TargetDecoder, check_cached_passes
 from dflash_offline.plots import acceptance_plot
 from dflash_offline.speculate import Decoding, DecodingSettings, Generation, decode
 from dflash_offline.suites import Dialogue, dialogue_messages, load_suite
-from stage1_extract.sequences import render
+from stage1_extract.rendering import render
 from stage1_extract.target import load_target, resolve_target
 from stage1_extract.target_files import load_config
 from stage1_extract.target_identity import weights_sha256

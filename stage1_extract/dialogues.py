@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stage1_extract.conversations import Conversation
 from stage1_extract.problems import UnusableConversationError
-from stage1_extract.sequences import is_prefix, render, tokens_id
+from stage1_extract.rendering import is_prefix, render
+from stage1_extract.sequences import tokens_id
 from stage1_extract.tool_calls import calls_of
 
 

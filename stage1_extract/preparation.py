@@ -15,12 +15,8 @@ from stage1_extract.conversations import Conversations, read_conversations
 from stage1_extract.layers import captured_layers
 from stage1_extract.plan import StoreShape
 from stage1_extract.problems import UnusableConversationError
-from stage1_extract.sequences import (
-    MASK_RULE_VERSION,
-    TokenSequence,
-    chat_template_sha256,
-    to_sequence,
-)
+from stage1_extract.rendering import chat_template_sha256
+from stage1_extract.sequences import MASK_RULE_VERSION, TokenSequence, to_sequence
 from stage1_extract.target import resolve_target, target_name
 from stage1_extract.target_identity import tokenizer_sha256, weights_sha256
 from storage.encodings import encoding_named
