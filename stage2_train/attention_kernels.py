@@ -261,13 +261,16 @@ def _keys_step(
     slopes = tl.load(slopes_of_mixed + place)
     log_sum = tl.load(log_sums + number)
     delta = tl.load(deltas + number)
-    weights = tl.exp2(tl.dot(keys, tl.trans(rows)) * scale - log_sum[None, :])
+    products = tl.dot(keys, tl.trans(rows))
+    # Made here, and not where it is needed: products wait for those before them.
+    slopes_of_weights = tl.dot(values, tl.trans(slopes))
+    weights = tl.exp2(products * scale - log_sum[None, :])
     if IS_MASKED:
         start, stop = tl.load(context_start + query), tl.load(context_stop + query)
         seen = (spot[:, None] >= start[None, :]) & (spot[:, None] < stop[None, :])
         weights = tl.where(seen, weights, 0.0)
     of_values = tl.dot(weights.to(slopes.dtype), slopes, of_values)
-    inner = weights * (tl.dot(values, tl.trans(slopes)) - delta[None, :])
+    inner = weights * (slopes_of_weights - delta[None, :])
     of_keys = tl.dot(inner.to(rows.dtype), rows, of_keys)
     return of_keys, of_values
 
@@ -301,8 +304,9 @@ def backward_context_kernel(
     PARTS: tl.constexpr = HEADS // KV_HEADS // PACK
     # Early keys have most to do: they start first.
     kv_head = tl.program_id(0) % KV_HEADS
-    chunk = tl.program_id(0) // KV_HEADS % num_chunks
-    tile = tl.program_id(0) // KV_HEADS // num_chunks
+    split = tl.program_id(0) // KV_HEADS % (num_chunks * PARTS)
+    tile = tl.program_id(0) // KV_HEADS // (num_chunks * PARTS)
+    group, chunk = kv_head * PARTS + split % PARTS, split // PARTS
     lane = tl.arange(0, HEAD_DIM)
     spot = tile * KEYS + tl.arange(0, KEYS)
     inside = (spot < num_context)[:, None]
@@ -323,57 +327,55 @@ def backward_context_kernel(
     rest = tl.maximum(rest, full)
     num_before = (full - first + QUERIES - 1) // QUERIES
     num_masked = num_before + tl.maximum(last - rest + QUERIES - 1, 0) // QUERIES
-    for part in range(PARTS):
-        group = kv_head * PARTS + part
-        for query in range(full, rest, QUERIES):
-            of_keys, of_values = _keys_step(
-                queries,
-                slopes_of_mixed,
-                log_sums,
-                deltas,
-                context_start,
-                context_stop,
-                query,
-                group,
-                spot,
-                keys,
-                values,
-                of_keys,
-                of_values,
-                scale,
-                HEADS,
-                HEAD_DIM,
-                PACK,
-                ROWS,
-                False,
-            )
-        for number in range(num_masked):
-            query = tl.where(
-                number < num_before,
-                first + number * QUERIES,
-                rest + (number - num_before) * QUERIES,
-            )
-            of_keys, of_values = _keys_step(
-                queries,
-                slopes_of_mixed,
-                log_sums,
-                deltas,
-                context_start,
-                context_stop,
-                query,
-                group,
-                spot,
-                keys,
-                values,
-                of_keys,
-                of_values,
-                scale,
-                HEADS,
-                HEAD_DIM,
-                PACK,
-                ROWS,
-                True,
-            )
-    part_place = chunk * num_context * KV_HEADS * HEAD_DIM + place
-    tl.store(slopes_of_keys + part_place, of_keys * slope_scale, mask=inside)
-    tl.store(slopes_of_values + part_place, of_values, mask=inside)
+    for query in range(full, rest, QUERIES):
+        of_keys, of_values = _keys_step(
+            queries,
+            slopes_of_mixed,
+            log_sums,
+            deltas,
+            context_start,
+            context_stop,
+            query,
+            group,
+            spot,
+            keys,
+            values,
+            of_keys,
+            of_values,
+            scale,
+            HEADS,
+            HEAD_DIM,
+            PACK,
+            ROWS,
+            False,
+        )
+    for number in range(num_masked):
+        query = tl.where(
+            number < num_before,
+            first + number * QUERIES,
+            rest + (number - num_before) * QUERIES,
+        )
+        of_keys, of_values = _keys_step(
+            queries,
+            slopes_of_mixed,
+            log_sums,
+            deltas,
+            context_start,
+            context_stop,
+            query,
+            group,
+            spot,
+            keys,
+            values,
+            of_keys,
+            of_values,
+            scale,
+            HEADS,
+            HEAD_DIM,
+            PACK,
+            ROWS,
+            True,
+        )
+    split_place = split * num_context * KV_HEADS * HEAD_DIM + place
+    tl.store(slopes_of_keys + split_place, of_keys * slope_scale, mask=inside)
+    tl.store(slopes_of_values + split_place, of_values, mask=inside)

@@ -22,7 +22,7 @@ _LOG2_E = 1.4426950408889634
 _SHARED_MEMORY_BYTES = 220 * 1024
 # The queries that see a tile of context are cut into chunks until there are so many programs: the
 # first tiles are seen by nearly all queries, and would take longer than all others together.
-_NUM_CONTEXT_PROGRAMS, _MAX_CHUNKS = 768, 8
+_NUM_CONTEXT_PROGRAMS, _MAX_CHUNKS = 384, 8
 
 
 class BlockTables(NamedTuple):
@@ -49,8 +49,8 @@ class Tiling:
 
 
 _FORWARD = Tiling(rows=128, keys=64, num_warps=8, num_stages=3)
-_BACKWARD_ROWS = Tiling(rows=128, keys=64, num_warps=8, num_stages=2)
-_BACKWARD_CONTEXT = Tiling(rows=64, keys=128, num_warps=8, num_stages=2)
+_BACKWARD_ROWS = Tiling(rows=128, keys=64, num_warps=8, num_stages=3)
+_BACKWARD_CONTEXT = Tiling(rows=64, keys=128, num_warps=8, num_stages=3)
 
 
 def suits(
@@ -241,7 +241,7 @@ def _attention_backward(
         scale * _LOG2_E,
         scale,
         num_context,
-        len(of_keys),
+        len(of_keys) * sizes["PACK"] * sizes["KV_HEADS"] // sizes["HEADS"],
         **sizes,
     )
     return results
@@ -260,9 +260,9 @@ def _backward_results(
     num_heads, num_kv_heads = queries.shape[1], own_keys.shape[1]
     parts = num_heads // num_kv_heads // _heads_beside(num_heads, num_kv_heads)
     dtype = torch.float32 if parts > 1 else queries.dtype
-    num_programs = -(-len(context_keys) // _BACKWARD_CONTEXT.keys) * num_kv_heads
+    num_programs = -(-len(context_keys) // _BACKWARD_CONTEXT.keys) * num_kv_heads * parts
     num_chunks = min(max(_NUM_CONTEXT_PROGRAMS // num_programs, 1), _MAX_CHUNKS)
-    of_context, of_own = (num_chunks, *context_keys.shape), (parts, *own_keys.shape)
+    of_context, of_own = (num_chunks * parts, *context_keys.shape), (parts, *own_keys.shape)
     return (
         torch.empty_like(queries, memory_format=torch.contiguous_format),
         queries.new_empty(of_context, dtype=torch.float32),

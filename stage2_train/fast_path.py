@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from stage2_train.block_attention import BlockTables, attend_to_blocks
 from stage2_train.collate import PackedBatch, with_masks
 from stage2_train.drafter import Drafter, DrafterAttention, DrafterLayer, Rotation, rotate
+from stage2_train.heads import normed_and_turned
 from stage2_train.masks import AttentionMask
 from stage2_train.target_head import TargetHead
 
@@ -145,19 +146,25 @@ def layer_forward(
     """
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden)
-    queries = attention.q_norm(heads_of(attention, attention.q_proj(normed)))
-    keys, values = keys_and_values(attention, normed)
+    queries, keys, values = (
+        heads_of(attention, project(normed))
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     if is_first:
+        # Normed while they are few, and only then laid out.
+        queries, keys = attention.q_norm(queries), attention.k_norm(keys)
         hidden, queries, keys, values = (
             spread(part, block_size=block_size) for part in (hidden, queries, keys, values)
         )
-    context_keys, context_values = keys_and_values(attention, feature)
-    mixed = attend(
-        rotate(queries, block_rotation),
-        (rotate(context_keys, context_rotation), context_values),
-        (rotate(keys, block_rotation), values),
-        mask,
-    ).flatten(1)
+        queries, keys = rotate(queries, block_rotation), rotate(keys, block_rotation)
+    else:
+        queries = normed_and_turned(queries, attention.q_norm, block_rotation)
+        keys = normed_and_turned(keys, attention.k_norm, block_rotation)
+    context_keys, context_values = (
+        heads_of(attention, project(feature)) for project in (attention.k_proj, attention.v_proj)
+    )
+    context_keys = normed_and_turned(context_keys, attention.k_norm, context_rotation)
+    mixed = attend(queries, (context_keys, context_values), (keys, values), mask).flatten(1)
     if last_norm is not None:
         hidden, mixed = (without_anchors(part, block_size=block_size) for part in (hidden, mixed))
     hidden = hidden + attention.o_proj(mixed)
@@ -170,12 +177,6 @@ def layer_forward(
 def heads_of(attention: DrafterAttention, projected: Tensor) -> Tensor:
     """Splits `[tokens, heads * head_dim]` into heads."""
     return projected.unflatten(-1, (-1, attention.head_dim))
-
-
-def keys_and_values(attention: DrafterAttention, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives normed keys, not yet rotated, and values, each `[tokens, kv_heads, head_dim]`."""
-    keys = attention.k_norm(heads_of(attention, attention.k_proj(hidden)))
-    return keys, heads_of(attention, attention.v_proj(hidden))
 
 
 def distinct_tokens(
