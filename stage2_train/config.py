@@ -108,10 +108,10 @@ class TrainConfig(Settings):
     """Bytes that this folder may hold; what was used longest ago goes first."""
     read_threads: int = Field(default=4, ge=1)
     """Threads that read the store; more for an object store or a network file system."""
-    read_processes: int = Field(default=0, ge=0)
+    read_processes: int | None = Field(default=None, ge=0)
     """Processes that read and pack batches beside the trainer, each with `read_threads` threads; 0
-    does so in threads of the trainer. Where sequences are short and the drafter small, reading
-    takes the interpreter from the trainer's launches: with 2 steps can be twice as fast."""
+    does so in threads of the trainer. None takes 2 on a GPU where a batch holds many short
+    sequences: reading those takes the interpreter from the trainer's launches."""
     start_after_shards: int = Field(default=1, ge=1)
     """Committed shards to wait for before training starts on a store that is still filling."""
     wait_for_store_s: float | None = Field(default=None, ge=0.0)

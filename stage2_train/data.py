@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, Integer
 
 from stage2_train.architecture import DrafterArchitecture
 from stage2_train.batch_processes import BatchProcesses, bytes_of_batch
@@ -35,6 +35,9 @@ from storage.schema import LM_HEAD_INPUT, layer_name
 from storage.stream import read_ahead
 
 POLL_S = 5.0
+# Sequences of a batch above which processes of their own read them, and how many do.
+MANY_SEQUENCES = 8
+NUM_PROCESSES = 2
 T = TypeVar("T")
 
 
@@ -198,8 +201,11 @@ def make_batch_maker(
 
 
 def in_processes(maker: BatchMaker, run: DrafterRun, store: Store) -> BatchMaker:
-    """Gives the maker whose batches `train.read_processes` processes make; itself for none."""
-    if run.train.read_processes == 0:
+    """Gives the maker whose batches processes of their own make; itself where none shall."""
+    num_processes = run.train.read_processes
+    if num_processes is None:
+        num_processes = choose_processes(maker, store.snapshot().num_tokens)
+    if num_processes == 0:
         return maker
     slot_bytes = bytes_of_batch(
         store.layers,
@@ -210,10 +216,22 @@ def in_processes(maker: BatchMaker, run: DrafterRun, store: Store) -> BatchMaker
     )
     processes = BatchProcesses(
         partial(open_run_store, run),
-        num_processes=run.train.read_processes,
+        num_processes=num_processes,
         slot_bytes=slot_bytes,
     )
     return replace(maker, processes=processes)
+
+
+def choose_processes(maker: BatchMaker, num_tokens: Integer[np.ndarray, "sequences"]) -> int:
+    """Gives the processes that make batches where the settings do not say.
+
+    A sequence costs the interpreter half a millisecond whatever its length, so many of them in a
+    batch hold up a trainer that launches kernels for a GPU.
+    """
+    if maker.device.type != "cuda" or len(num_tokens) == 0:
+        return 0
+    is_many = maker.batch_tokens > MANY_SEQUENCES * num_tokens.mean()
+    return NUM_PROCESSES if is_many else 0
 
 
 def plan_epoch(

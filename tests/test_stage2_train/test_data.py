@@ -99,6 +99,16 @@ def test_damaged_sequences_stop_the_drafter_or_are_left_out_and_counted(
     )
 
 
+def test_many_short_sequences_are_read_by_processes_of_their_own_on_a_gpu(architecture):
+    def chosen(device, lengths):
+        train = TrainConfig(batch_tokens=4096, attention="sdpa")
+        maker = make_batch_maker(train, architecture, torch.device(device))
+        return data.choose_processes(maker, np.array(lengths, np.int32))
+
+    assert chosen("cuda", [200, 300]) == data.NUM_PROCESSES > 0
+    assert chosen("cuda", [3000, 3072]) == chosen("cuda", []) == chosen("cpu", [200, 300]) == 0
+
+
 def test_stopping_early_leaves_no_reading_thread(shared_store_dir, architecture):
     snapshot = open_store(shared_store_dir).snapshot()
     maker = make_batch_maker(TrainConfig(batch_tokens=128), architecture, torch.device("cpu"))
