@@ -347,7 +347,7 @@ def run_variant(
         f"{num_anchors} blocks of {shape.block_size}"
         + (f", log-normal lengths, fill {fill:.1%}" if arguments.ragged else "")
     )
-    prefix = f"stage2_step_{variant}" + ("_ragged" if arguments.ragged else "")
+    prefix = "_".join(["stage2_step", variant, *peculiarities(arguments)])
     return {
         f"{prefix}_tok_s": (mean_tokens / sustained, "tokens/s", note),
         f"{prefix}_step": (
@@ -374,6 +374,17 @@ def run_variant(
             f"worst tensor against the plain path; loss off by {loss_error:.1e}",
         ),
     }
+
+
+def peculiarities(arguments: argparse.Namespace) -> list[str]:
+    """What sets a run apart from the headline, as parts of its figures' names."""
+    parts = {
+        arguments.shape.replace("-", "_"): arguments.shape != "qwen3-8b",
+        f"{arguments.anchors}_anchors": arguments.anchors != 512,
+        f"{arguments.sequences}_sequences": arguments.sequences != 1,
+        "ragged": arguments.ragged,
+    }
+    return [part for part, is_set in parts.items() if is_set]
 
 
 def check_batch(shape: Shape, arguments: argparse.Namespace, device: torch.device) -> PackedBatch:
