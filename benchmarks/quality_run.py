@@ -168,6 +168,7 @@ def shuffled(prompts: Iterable[str]) -> list[str]:
 
 def write_prompts(folder: Path, *, sharegpt: Path | None, num_code: int, num_words: int) -> None:
     """Writes one file for each kind of prompts; ids are `<kind>-<number>`."""
+    folder.mkdir(parents=True, exist_ok=True)
     evaluated = "\n".join(
         turn for suite in PUBLIC_SUITES for turns in public_turns(suite) for turn in turns
     )
