@@ -44,7 +44,7 @@ from acceptance_states import resident_states
 from acceptance_table import CONTROL, Outcomes, Suites, print_table
 from drafter_lanes import BatchShape, FlatBatches, Lane, LaneSettings, walked_lengths
 from encoding_round_trips import check_round_trips
-from results import record
+from results import provenance, record
 
 from stage2_train.architecture import DrafterArchitecture
 from stage2_train.blocks import eligible_anchors
@@ -304,6 +304,7 @@ def run_seed(
         for name, suites in found.items():
             row = {"encoding": name, "seed": seed, "loss": losses[name], "suites": suites}
             row |= {key: vars(arguments)[key] for key in ("steps", "anchors", "block_size")}
+            row |= {"device": device_name(), "measured": provenance(("torch", "triton"))}
             file.write(json.dumps(row) + "\n")
     num_steps = arguments.steps * len(found)
     say(
@@ -312,6 +313,11 @@ def run_seed(
         + ", ".join(f"{name} {losses[name]:.3f} {_mean(s):.3f}" for name, s in found.items())
     )
     return time.time() - start_s
+
+
+def device_name() -> str:
+    """The device in words."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 def write_layers(
@@ -406,7 +412,6 @@ def parse_arguments() -> argparse.Namespace:
     shown.add_argument("rows", type=Path, nargs="+")
     shown.add_argument("--hidden-size", type=int, default=576)
     shown.add_argument("--layers", type=int, default=5)
-    shown.add_argument("--device", default="NVIDIA H200")
     shown.add_argument("--no-record", action="store_true", help="print only")
     return parser.parse_args()
 
@@ -430,8 +435,9 @@ def main() -> None:
             outcomes, hidden_size=arguments.hidden_size, num_layers=arguments.layers
         )
         if not arguments.no_record:
-            packages = ("torch", "triton")
-            record("Acceptance by encoding", figures, device=arguments.device, packages=packages)
+            first = json.loads(arguments.rows[0].read_text().partition("\n")[0])
+            title = "Acceptance by encoding"
+            record(title, figures, device=first["device"], measured=first["measured"])
 
 
 if __name__ == "__main__":

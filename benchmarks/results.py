@@ -49,12 +49,23 @@ def _relative(argument: str) -> str:
     return str(path.relative_to(HERE.parent)) if path.is_relative_to(HERE.parent) else path.name
 
 
+def provenance(packages: Iterable[str]) -> dict[str, Any]:
+    """What says where a figure comes from: commit, date, command and versions, as of now."""
+    return {
+        "commit": git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "command": command_line(),
+        "versions": versions_of(packages),
+    }
+
+
 def record(
     title: str,
     figures: Mapping[str, tuple[float, str, str]],
     *,
     device: str,
     packages: Iterable[str] = ("numpy", "zarr", "torch"),
+    measured: Mapping[str, Any] | None = None,
 ) -> None:
     """Appends one run: a table under a heading, and one JSON line a figure.
 
@@ -63,14 +74,9 @@ def record(
         figures: (value, unit, note) by name.
         device: what it ran on, in words.
         packages: whose versions matter.
+        measured: `provenance` of an earlier run elsewhere; None takes that of now.
     """
-    common: dict[str, Any] = {
-        "device": device,
-        "commit": git_commit(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "command": command_line(),
-        "versions": versions_of(packages),
-    }
+    common = {"device": device, **(provenance(packages) if measured is None else measured)}
     with (HERE / "results.jsonl").open("a") as lines:
         for name, (value, unit, note) in figures.items():
             line = {"name": name, "value": value, "unit": unit, **common, "note": note}

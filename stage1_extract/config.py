@@ -61,7 +61,7 @@ class StoreConfig(Settings):
 
     dir: str | None = None
     """Folder or URL (`s3://bucket/prefix`) of the store; None puts it into the run folder."""
-    encoding: Literal["bf16", "fp8", "int8", "int4", "int3", "int2"] = "fp8"
+    encoding: Literal["bf16", "fp8", "int8", "int4", "int3", "int2"] = "int3"
     """How hidden states are kept: `bf16` exact, `fp8` with a scale per token and layer; the others
     also have channel scales, calibrated before the workers start. docs/encodings.md compares."""
     packing: Literal["zstd"] | None = None
