@@ -212,8 +212,9 @@ class _Packer:
 
 
 def _number(batch: Int64[np.ndarray, "*shape"]) -> Int64[np.ndarray, "*shape"]:
-    return (batch >> _SLOT_BITS) & (2**_NUMBER_BITS - 1)
+    return _without_slot(batch) & (2**_NUMBER_BITS - 1)
 
 
 def _without_slot(batch: Int64[np.ndarray, "*shape"]) -> Int64[np.ndarray, "*shape"]:
-    return batch >> _SLOT_BITS
+    shifted: Int64[np.ndarray, "*shape"] = batch >> _SLOT_BITS
+    return shifted
