@@ -212,7 +212,8 @@ class _Packer:
 
 
 def _number(batch: Int64[np.ndarray, "*shape"]) -> Int64[np.ndarray, "*shape"]:
-    return _without_slot(batch) & (2**_NUMBER_BITS - 1)
+    number: Int64[np.ndarray, "*shape"] = _without_slot(batch) & (2**_NUMBER_BITS - 1)
+    return number
 
 
 def _without_slot(batch: Int64[np.ndarray, "*shape"]) -> Int64[np.ndarray, "*shape"]:
