@@ -2,6 +2,8 @@
 
     python benchmarks/encoding_errors.py STORE... [--tokens 6000] [--encodings ...] [--no-record]
 
+A STORE is what `extract` makes of a target's own answers with `store.encoding = "bf16"` and a
+`held_out_fraction` above 0, for example of the lines that `encoding_acceptance.py lines` writes.
 Whatever an encoding calibrates (channel scales, bases, predictors) comes from the training split,
 errors from the held-out split. Errors are relative: the root mean square of (decoded - exact) over
 that of exact; a few massive channels hold most of the energy, so the figure over all hides ruined
@@ -132,7 +134,7 @@ def main() -> None:
     for store_dir in arguments.stores:
         target, figures = judge(store_dir, arguments.encodings.split(","), arguments.tokens)
         if not arguments.no_record:
-            rows = {name: (value, "1", "") for name, value in figures.items()}
+            rows = {name: (value, "1", target) for name, value in figures.items()}
             device = f"{os.cpu_count()} CPU cores"
             title = f"Errors of the encodings: {target}"
             record(title, rows, device=device, packages=("numpy", "torch"))
