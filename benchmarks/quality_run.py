@@ -97,7 +97,7 @@ def code_prompts(roots: Iterable[Path]) -> Iterator[str]:
                 )
 
 
-_NAMES = "Anna Ben Carla David Elena Farid Grace Hugo Ines Jamal Karin Liam Maya Noah Olga".split()
+_NAMES = "Anna Ben Carla David Elena Farid Grace Hugo Irene Jamal Karin Liam Maya Noah Olga".split()
 _THINGS = "apples pencils stickers cookies marbles books tickets flowers shells coins".split()
 _PROBLEMS = (
     "{a} has {x} {t}. {b} gives {a} {y} more {t}. How many {t} does {a} have now?",
