@@ -8,12 +8,14 @@ copy engine, which is what makes it faster than torch's `varlen_attn` on Hopper:
 """
 
 import math
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stage1_extract.query_tiles import QUERY_TILE
@@ -23,8 +25,10 @@ WIDTHS = (32, 64, 128, 256)
 """Widths of a head that the kernel takes."""
 
 _NUM_WARPS = 4
-_STAGES = {32: 3, 64: 3, 128: 3, 256: 2}
-"""Tiles of keys and values on their way at once, by width: what shared memory holds."""
+_MAX_STAGES, _MIN_STAGES = 3, 2
+"""Tiles of keys and values on their way at once, as shared memory allows."""
+_SPARE_BYTES = 4096
+"""Shared memory for what is no tile."""
 _OLDEST_CAPABILITY = (9, 0)
 _LOG2_E = math.log2(math.e)
 _ALIGNMENT_BYTES = 16
@@ -39,7 +43,29 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dtype in (torch.bfloat16, torch.float16)
         and len(widths) == 1
         and widths <= set(WIDTHS)
+        and num_stages(max(widths), query.device) >= _MIN_STAGES
     )
+
+
+def num_stages(width: int, device: torch.device) -> int:
+    """Tiles of keys and values that a GPU's shared memory holds beside one of queries."""
+    if device.type != "cuda":
+        return _MIN_STAGES  # Interpreted.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return stages_in(_shared_memory_bytes(index), width)
+
+
+def stages_in(room_bytes: int, width: int) -> int:
+    """The same for so many bytes, of elements of two bytes; 0 where there is no room for any."""
+    row_bytes = 2 * width
+    room_bytes -= _SPARE_BYTES + QUERY_TILE * row_bytes
+    return max(0, min(_MAX_STAGES, room_bytes // (2 * KEY_TILE * row_bytes)))
+
+
+@cache
+def _shared_memory_bytes(device_index: int) -> int:
+    room_bytes: int = driver.active.utils.get_device_properties(device_index)["max_shared_mem"]
+    return room_bytes
 
 
 def attend_by_tiles(
@@ -88,7 +114,7 @@ def attend_by_tiles(
         HAS_CAP=softcap is not None,
         HAS_SINK=s_aux is not None,
         num_warps=_NUM_WARPS,
-        num_stages=_STAGES[width],
+        num_stages=num_stages(width, query.device),
     )
     return output[None]
 

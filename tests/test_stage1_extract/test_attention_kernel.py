@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 SCRIPT = """
 import itertools, sys
 import torch
@@ -71,3 +73,19 @@ def test_the_kernel_is_attention_by_definition(
     run_script: Callable[..., None], device: str
 ) -> None:
     run_script(SCRIPT, device=device)
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "width", "num_stages"),
+    [
+        (232_448, 128, 3),  # H100, H200, B200
+        (232_448, 256, 2),
+        (101_376, 128, 2),  # RTX 5090: room for less
+        (101_376, 256, 0),
+        (1_000, 32, 0),
+    ],
+)
+def test_as_many_tiles_as_shared_memory_holds(room_bytes: int, width: int, num_stages: int) -> None:
+    from stage1_extract.attention_kernel import stages_in
+
+    assert stages_in(room_bytes, width) == num_stages
