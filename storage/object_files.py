@@ -44,9 +44,10 @@ CREATE_WAIT_S = 0.1
 class ObjectAppendStream:
     """An AppendStream that uploads in parts; the object appears when it is closed."""
 
-    def __init__(self, files: "ObjectFiles", path: str):
+    def __init__(self, files: "ObjectFiles", path: str, *, is_replacing: bool = False):
         self._files, self._path = files, path
         self._num_bytes = 0
+        self._old_tag = files.tag(path) if is_replacing else None
         self._writer: Any = obstore.open_writer(
             files.store, path, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
         )
@@ -71,8 +72,10 @@ class ObjectAppendStream:
         self._writer = None
 
     def _is_there(self) -> bool:
+        """Whether an object of this size is there that was not there before."""
         try:
-            return self._files.size(self._path) == self._num_bytes
+            tag = self._files.tag(self._path)
+            return tag != self._old_tag and self._files.size(self._path) == self._num_bytes
         except (OSError, StoreError):
             return False
 
@@ -212,6 +215,16 @@ class ObjectFiles:
         with self.explained("read", path):
             return int(obstore.head(self.store, path)["size"])
 
+    def tag(self, path: str) -> str | None:
+        """What changes with every new object of a name; None if there is no object."""
+        self.requests["head"] += 1
+        try:
+            with self.explained("read", path):
+                found = obstore.head(self.store, path)
+        except FileNotFoundError:
+            return None
+        return f"{found['e_tag']} {found['last_modified']}"
+
     def names(self, folder: str) -> list[str]:
         """Sorted names under a prefix, one level deep."""
         with self.explained("list", folder):
@@ -227,7 +240,7 @@ class ObjectFiles:
 
     def replacing_stream(self, path: str) -> ObjectAppendStream:
         """Starts an upload that takes the place of an object that is there."""
-        return ObjectAppendStream(self, path)
+        return ObjectAppendStream(self, path, is_replacing=True)
 
     def range_reader(self, path: str) -> ObjectRangeReader:
         """Reads by range; a missing object raises FileNotFoundError at the first read."""

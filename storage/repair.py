@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from storage import layout
-from storage.commits import committed_units, read_added, read_commit
+from storage.commits import read_added, read_commit
 from storage.errors import DamagedShardError
 from storage.files import Files, LocalFiles
 from storage.places import files_at
@@ -67,12 +67,14 @@ def collect_garbage_of(files: Files, *, older_than_s: float) -> list[str]:
 
 
 def _orphaned_attempts(files: Files) -> Iterator[str]:
-    committed = committed_units(files)
+    """Attempts that no record names, each looked up when its turn comes.
+
+    A copy that is resumed may commit an old attempt at any time.
+    """
     for fan_out in files.names(layout.SHARDS):
         for name in files.names(f"{layout.SHARDS}/{fan_out}"):
             unit_text, _, attempt = name.partition(".")
-            unit = UnitId.parse(unit_text)
-            if unit not in committed or not _may_be_in_use(files, unit, attempt):
+            if not _may_be_in_use(files, UnitId.parse(unit_text), attempt):
                 yield f"{layout.SHARDS}/{fan_out}/{name}"
 
 
@@ -80,6 +82,8 @@ def _may_be_in_use(files: Files, unit: UnitId, attempt: str) -> bool:
     """Whether a record of the unit names the attempt, or cannot be asked any more."""
     try:
         records = [read_commit(files, unit), *read_added(files, unit)]
+    except FileNotFoundError:
+        return False
     except DamagedShardError:
         return True
     return attempt in {record.attempt for record in records}

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 
-from storage.errors import DamagedShardError, IdentityMismatchError, StoreNotFoundError
+from storage.errors import (
+    DamagedShardError,
+    IdentityMismatchError,
+    StoreNotFoundError,
+    StoreWriteError,
+)
 from storage.files import Files, LocalFiles
 from storage.object_files import ObjectFiles
 from storage.reader import open_store
@@ -140,3 +145,32 @@ def test_a_replaced_file_is_whole_or_as_before(files: Files) -> None:
     stream.abandon()
     assert files.read("data") == b"two"
     assert files.names("") == ["data"]
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_lost_answer_is_told_from_a_failed_completion(
+    bucket: MemoryStore, is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what lies there then: an object of the same size that was there before proves nothing."""
+    from obstore.exceptions import GenericError
+
+    files = ObjectFiles(bucket, name=PLACE)
+    files.create("data", b"one")
+    stream = files.replacing_stream("data")
+    stream.write(b"two")
+    close = stream._writer.close
+
+    class Writer:
+        def close(self) -> None:
+            if is_done:
+                close()
+            raise GenericError("the answer was lost")
+
+    monkeypatch.setattr(stream, "_writer", Writer())
+    if is_done:
+        stream.close()
+        assert files.read("data") == b"two"
+    else:
+        with pytest.raises(StoreWriteError, match="the answer was lost"):
+            stream.close()
+        assert files.read("data") == b"one"
