@@ -1,6 +1,7 @@
 """Keep what was read from a far store on a near disk, up to a size, shared by all processes."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -64,7 +65,10 @@ class ReadCache:
             self._path(key).unlink()
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        """Keeps a piece, and lets old ones go if need be; OSError if the disk does not take it."""
+        """Keeps a piece, and lets old ones go if need be; OSError if the disk does not take it.
+
+        On a disk that is full below the limit the oldest pieces make room for those to come.
+        """
         size = sum(len(buffer) for buffer in buffers) + CHECKSUM_BYTES
         if size > self.limit_bytes:
             return
@@ -81,9 +85,11 @@ class ReadCache:
                 for buffer in (*buffers, _checksum(buffers)):
                     write_all(file.fileno(), buffer)
             temporary.replace(path)
-        except BaseException:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
-            raise
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full or not self._shrink():
+                raise
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode()).hexdigest()
@@ -106,9 +112,20 @@ class ReadCache:
 
     def _make_room(self, wanted_bytes: int) -> int:
         """Removes the pieces used longest ago until enough is free; returns the bytes kept."""
-        pieces = sorted(self._pieces())
-        left = sum(size for _, size, _ in pieces)
         goal = min(int(self.limit_bytes * KEPT_FRACTION), self.limit_bytes - wanted_bytes)
+        return self._keep_newest(sorted(self._pieces()), goal)
+
+    def _shrink(self) -> bool:
+        """Removes the pieces used longest ago, a tenth of all bytes; False if there are none."""
+        with self._total() as total:
+            pieces = sorted(self._pieces())
+            kept = sum(size for _, size, _ in pieces)
+            total.num_bytes = self._keep_newest(pieces, int(kept * KEPT_FRACTION))
+            return total.num_bytes < kept
+
+    def _keep_newest(self, pieces: Sequence[tuple[float, int, Path]], goal: int) -> int:
+        """Removes pieces from the first on until at most `goal` bytes are left; gives these."""
+        left = sum(size for _, size, _ in pieces)
         for _, size, path in pieces:
             if left <= goal:
                 break

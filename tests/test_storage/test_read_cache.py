@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 
+from storage import read_cache
 from storage.errors import DamagedShardError
 from storage.object_files import ObjectFiles
 from storage.read_cache import CachedFiles, ReadCache
@@ -202,3 +203,24 @@ def test_damage_is_not_kept(
             read_all(open_store(filled_dir, cache=cache))
     path.write_bytes(whole)  # Restored from a copy.
     assert read_all(open_store(filled_dir, cache=cache)) == states
+
+
+def test_on_a_disk_smaller_than_the_limit_old_pieces_make_room(
+    cache: ReadCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity = 10_500
+    plain = read_cache.write_all
+
+    def write(descriptor: int, data: Any) -> None:
+        if kept_bytes(cache.folder) + len(data) > capacity:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(descriptor, data)
+
+    monkeypatch.setattr(read_cache, "write_all", write)
+    for number in range(40):
+        cache.put(f"piece-{number}", [bytes([number]) * 1000])
+    kept = [number for number in range(40) if filled(cache, f"piece-{number}", 1000)]
+    assert kept
+    assert min(kept) > 20
+    assert max(kept) >= 38
+    assert kept_bytes(cache.folder) <= capacity
