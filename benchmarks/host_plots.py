@@ -3,14 +3,24 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from host_watch import GpuSample, gpu_samples, records, train_records, worker_records
+from host_watch import (
+    GpuSample,
+    after_batches,
+    gpu_samples,
+    records,
+    train_records,
+    worker_records,
+)
 
 from dflash_offline.plots import point_plot, round_ticks
 
 Points = list[tuple[float, float]]
 # Longer without a word: the process was halted.
 PAUSE_S = 3.0
+# A worker's lines come about every second, its batches twice as often.
+SMOOTHED_LINES = 3
 
 
 def draw_run(notes: Path, run: str, *, out_dir: Path) -> list[Path]:
@@ -85,20 +95,19 @@ def process_rates(run_dir: Path) -> dict[str, Points]:
     return rates
 
 
-def worker_rates(lines: Sequence[dict[str, float]]) -> Points:
-    """A worker's rate between each two lines."""
+def worker_rates(lines: Sequence[dict[str, Any]]) -> Points:
+    """A worker's rate over a few batches at a time."""
     points: Points = []
-    for first, last in pairwise(lines):
+    behind_batches = after_batches(lines)
+    for first, last in zip(behind_batches, behind_batches[SMOOTHED_LINES:], strict=False):
         elapsed_s = last["time_s"] - first["time_s"]
-        if elapsed_s <= 0.1:
-            continue
-        is_halted = elapsed_s > PAUSE_S
+        is_halted = elapsed_s > SMOOTHED_LINES * PAUSE_S
         rate = (last["num_tokens"] - first["num_tokens"]) / elapsed_s
         points.append((last["time_s"], float("nan") if is_halted else rate))
     return points
 
 
-def drafter_rates(found: Sequence[dict[str, float]]) -> Points:
+def drafter_rates(found: Sequence[dict[str, Any]]) -> Points:
     """A drafter's rate in each record."""
     points: Points = []
     for before, each in pairwise(found):

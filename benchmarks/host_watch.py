@@ -73,14 +73,19 @@ def train_records(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 def worker_records(run_dir: Path, index: int) -> list[dict[str, Any]]:
-    """What one worker has logged, each line when a batch had just been written."""
+    """What one worker has logged of its work."""
     lines = records(run_dir / "extract" / f"worker-{index:05d}.metrics.jsonl")
     return [line for line in lines if line["num_tokens"] > 0]
 
 
+def after_batches(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines that were written right behind a batch; between others lie parts of one."""
+    return [line for before, line in pairwise(lines) if line["num_tokens"] != before["num_tokens"]]
+
+
 def worker_pace(lines: Sequence[dict[str, Any]], *, start_s: float, stop_s: float) -> Pace | None:
-    """What a worker did between its first and its last line inside a window; None without two."""
-    inside = [line for line in lines if start_s <= line["time_s"] <= stop_s]
+    """What a worker did between its first and its last batch inside a window; None without two."""
+    inside = [line for line in after_batches(lines) if start_s <= line["time_s"] <= stop_s]
     if len(inside) < 2:
         return None
     first, last = inside[0], inside[-1]

@@ -38,7 +38,9 @@ def train_record(time_s: float, step: int, *, step_s: float = 0.5, tok_s: float 
 
 
 def test_a_workers_rate_lies_between_its_first_and_last_line_of_the_window(watch):
-    lines = [worker_line(t, 100 * t) for t in range(1, 6)] + [worker_line(100.0, 10**6)]
+    lines = [worker_line(t, 100 * t) for t in range(6)] + [worker_line(100.0, 10**6)]
+    # Sealing a shard is logged, too, somewhere between two batches.
+    lines.insert(5, worker_line(4.9, 400))
     pace = watch.worker_pace(lines, start_s=1.5, stop_s=5.5)
     assert pace.tok_s == pytest.approx(100.0)
     assert pace.bytes_s == pytest.approx(1000.0)
@@ -46,7 +48,11 @@ def test_a_workers_rate_lies_between_its_first_and_last_line_of_the_window(watch
 
 
 def test_shares_of_a_window_are_not_those_of_all_the_time_so_far(watch):
-    lines = [worker_line(10.0, 0, forward=1.0), worker_line(20.0, 100, forward=0.75, wait=0.25)]
+    lines = [
+        worker_line(0.1, 0),
+        worker_line(10.0, 1, forward=1.0),
+        worker_line(20.0, 100, forward=0.75, wait=0.25),
+    ]
     pace = watch.worker_pace(lines, start_s=0.0, stop_s=30.0)
     assert pace.busy == pytest.approx(0.5)
     assert pace.waiting == pytest.approx(0.5)
