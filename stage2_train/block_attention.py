@@ -124,7 +124,7 @@ def attend_to_blocks(
         own: keys and values of the block tokens.
         tables: what `block_tables` gave.
     """
-    mixed, _ = _attention(queries, *context, *own, *tables)
+    mixed: Tensor = _attention(queries, *context, *own, *tables)[0]
     return mixed
 
 

@@ -7,7 +7,7 @@ tokens enter the first layer alike, and behind the last one's attention nothing 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -113,7 +113,7 @@ def attend_by_kernels(
         torch.cat(parts).transpose(0, 1)[None] for parts in zip(context, own, strict=True)
     )
     queries = queries.transpose(0, 1)[None]
-    mixed: Tensor = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True)
+    mixed = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True)
     return mixed[0].transpose(0, 1)
 
 
@@ -176,7 +176,7 @@ def layer_forward(
 
 def heads_of(attention: DrafterAttention, projected: Tensor) -> Tensor:
     """Splits `[tokens, heads * head_dim]` into heads."""
-    return projected.unflatten(-1, (-1, attention.head_dim))
+    return cast(Tensor, projected.unflatten(-1, (-1, attention.head_dim)))
 
 
 def distinct_tokens(
@@ -202,4 +202,4 @@ def without_anchors(
     of_tokens: Float[Tensor, "queries *shape"], *, block_size: int
 ) -> Float[Tensor, "drafted *shape"]:
     """Leaves the first token of every block out."""
-    return of_tokens.unflatten(0, (-1, block_size))[:, 1:].flatten(0, 1)
+    return cast(Tensor, of_tokens.unflatten(0, (-1, block_size)))[:, 1:].flatten(0, 1)

@@ -71,7 +71,7 @@ def norm_and_turn_slopes(
 
 def num_parts(num_rows: int) -> int:
     """Gives how many parts the weight's gradient comes in."""
-    return min(triton.cdiv(num_rows, _ROWS), _NUM_PROGRAMS)
+    return min(-(-num_rows // _ROWS), _NUM_PROGRAMS)
 
 
 @triton.jit
