@@ -1,9 +1,10 @@
 """Slots: answers written side by side; one that ends makes room for the next prompt at once.
 
 All running answers end at the same column of one cache: shorter ones are padded on the left and
-the padding is masked, so that the target's own forward pass, masks and windows serve as they are. A
-finished answer's rows are dropped; a new prompt is read by itself and its keys and values join
-the cache. Every answer is the one that its prompt alone would get, greedy or sampled.
+the padding is masked, so that the target's own forward pass, masks and windows serve as they are.
+A new prompt is read by itself and its keys and values join the cache. The row of an answer that has
+ended goes on unheeded until there are enough such rows, for dropping rows copies the whole cache.
+Every answer is the one that its prompt alone would get, greedy or sampled.
 
 transformers' own continuous batching was looked at and left: it needs paged attention functions,
 replaces the target's attention (no soft caps, no sinks), and its interface differs between the
@@ -24,6 +25,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from stage1_extract.generation import pad_left
 
+# Rows of ended answers are dropped when they are one in so many of all.
+_DROP_SHARE = 8
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
@@ -105,17 +108,22 @@ class Slots:
         # The argument has another name in newer versions of transformers.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        # Answers wait here until they are given: memory may run out in between.
+        self._ended: list[tuple[Any, list[int]]] = []
         self._clear()
 
     @property
     def num_running(self) -> int:
         """Answers that are being written."""
-        return len(self._running)
+        return len(self._live_rows())
 
     @property
     def num_free(self) -> int:
         """Prompts that can be started now."""
-        return self.num_slots - len(self._running)
+        return self.num_slots - self.num_running
+
+    def _live_rows(self) -> list[int]:
+        return [row for row, answer in enumerate(self._running) if answer is not None]
 
     def shrink(self) -> list[Any]:
         """Drops all running answers and halves the slots, for want of memory.
@@ -123,14 +131,15 @@ class Slots:
         Returns:
             The requests of the dropped answers, to be started again.
         """
-        requests = [answer.request for answer in self._running]
+        requests = [answer.request for answer in self._running if answer is not None]
         self.num_slots = max(1, self.num_slots // 2)
         self._clear()
         torch.cuda.empty_cache()
         return requests
 
     def _clear(self) -> None:
-        self._running: list[RunningAnswer] = []
+        # None is a row whose answer has ended.
+        self._running: list[RunningAnswer | None] = []
         self._cache = DynamicCache()
         self._is_real = torch.zeros(0, 0, dtype=torch.bool)
         self._logits: Tensor | None = None
@@ -147,10 +156,13 @@ class Slots:
         assert len(prompts) <= self.num_free
         if not prompts:
             return
-        self._running += [
-            RunningAnswer(request, prompt_ids, [], self._draws(prompt_ids))
-            for request, prompt_ids in prompts
-        ]
+        try:
+            self._drop_ended(at_least=1)
+        finally:
+            self._running += [
+                RunningAnswer(request, prompt_ids, [], self._draws(prompt_ids))
+                for request, prompt_ids in prompts
+            ]
         token_ids, attention_mask = pad_left([prompt_ids for _, prompt_ids in prompts])
         is_real = attention_mask.bool().to(self._model.device)
         cache = DynamicCache()
@@ -165,8 +177,12 @@ class Slots:
             Request and answer tokens of those that ended with it, by a stop token (included) or at
             the longest length.
         """
-        if not self._running:
-            return []
+        if self._live_rows():
+            self._write_tokens()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _write_tokens(self) -> None:
         assert self._logits is not None
         tokens = next_tokens(
             self._logits,
@@ -174,19 +190,26 @@ class Slots:
             top_p=self._top_p,
             uniforms=self._next_draws(),
         )
-        ended: list[tuple[Any, list[int]]] = []
-        kept: list[int] = []
         for row, (answer, token_id) in enumerate(zip(self._running, tokens.tolist(), strict=True)):
+            if answer is None:
+                continue
             answer.token_ids.append(token_id)
             if token_id in self._stop_ids or len(answer.token_ids) == self._max_new_tokens:
-                ended.append((answer.request, answer.token_ids))
-            else:
-                kept.append(row)
-        if len(kept) < len(self._running):
-            self._keep_rows(kept)
+                self._ended.append((answer.request, answer.token_ids))
+                self._running[row] = None
+        kept = self._drop_ended(at_least=-(-len(self._running) // _DROP_SHARE))
         if kept:
             self._advance(tokens[torch.tensor(kept, device=tokens.device)])
-        return ended
+
+    def _drop_ended(self, *, at_least: int) -> list[int]:
+        """Drops the rows of ended answers if they are so many; gives the rows that stay."""
+        live = self._live_rows()
+        num_ended = len(self._running) - len(live)
+        if live and num_ended < at_least:
+            return list(range(len(self._running)))
+        if num_ended:
+            self._keep_rows(live)
+        return live
 
     def _advance(self, tokens: Int64[Tensor, "rows"]) -> None:
         """Takes the tokens just written in, for the logits of the next ones."""
@@ -203,6 +226,10 @@ class Slots:
     ) -> Float[Tensor, "rows vocab"]:
         """Logits after the last token; the cache takes the tokens in."""
         positions = (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
+        ended = [row for row, answer in enumerate(self._running) if answer is None]
+        if cache is self._cache and ended:
+            # The row of an ended answer must not run past the target's last position.
+            positions[torch.tensor(ended, device=positions.device)] = 0
         output = self._model(
             input_ids=token_ids.to(self._model.device),
             attention_mask=is_real.long(),
@@ -256,9 +283,10 @@ class Slots:
         if self._temperature == 0.0:
             return None
         numbers = [
-            answer.uniforms[len(answer.token_ids)]
+            0.0
+            if answer is None or answer.uniforms is None
+            else answer.uniforms[len(answer.token_ids)]
             for answer in self._running
-            if answer.uniforms is not None
         ]
         return torch.tensor(numbers, dtype=torch.float32, device=self._model.device)
 

@@ -114,6 +114,45 @@ def test_answers_are_those_of_one_by_one_greedy_decoding(kind: str) -> None:
         assert answer_all(slots_of(model, num_slots=num_slots), PROMPTS) == expected
 
 
+@pytest.mark.parametrize("kind", TARGETS)
+def test_rows_of_ended_answers_that_stay_change_no_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target_of(kind, TARGETS[kind])
+    expected = {place: greedy_answer(model, prompt) for place, prompt in enumerate(PROMPTS)}
+    # They stay until all answers have ended.
+    monkeypatch.setattr("stage1_extract.slots._DROP_SHARE", 1)
+    slots = slots_of(model, num_slots=len(PROMPTS))
+    slots.start(list(enumerate(PROMPTS)))
+    answers: dict[int, list[int]] = {}
+    num_rows = set()
+    while slots.num_running:
+        answers |= slots.step()
+        num_rows.add((slots.num_running, len(slots._running)))
+    assert answers == expected
+    assert any(0 < num_running < rows for num_running, rows in num_rows)
+
+
+def test_what_had_ended_when_memory_ran_out_is_given_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = target_of("llama", {})
+    expected = [greedy_answer(model, prompt) for prompt in PROMPTS]
+    first = min(range(len(PROMPTS)), key=lambda place: len(expected[place]))
+    slots = slots_of(model, num_slots=len(PROMPTS))
+    slots.start(list(enumerate(PROMPTS)))
+
+    def full(*_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(slots, "_keep_rows", full)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            answer_all(slots, [])
+    assert first not in slots.shrink()
+    assert dict(slots.step())[first] == expected[first]
+
+
 def test_linear_attention_cannot_share_slots() -> None:
     model = target_of("qwen3_5_text", LINEAR_ATTENTION)
     assert not can_share_slots(model)
