@@ -46,7 +46,7 @@ from storage.schema import LayerRecord, StoreIdentity, UnitId
 from storage.writer import create_store
 
 PACKAGES = ("torch", "triton", "transformers")
-ENCODING_ERRORS = {"bf16": 0.01, "fp8": 0.05, "int8": 0.02, "int4": 0.2}
+ENCODING_ERRORS = {"bf16": 0.01, "fp8": 0.05, "int8": 0.02, "int4": 0.2, "int3": 0.3, "int2": 0.5}
 Figures = dict[str, tuple[float, str, str]]
 
 SHAPES: dict[str, dict[str, Any]] = {
