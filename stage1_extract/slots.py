@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from stage1_extract.generation import pad_left
+from stage1_extract.growing_cache import growing_cache
 
 # Rows of ended answers are dropped when they are one in so many of all.
 _DROP_SHARE = 8
@@ -140,7 +141,7 @@ class Slots:
     def _clear(self) -> None:
         # None is a row whose answer has ended.
         self._running: list[RunningAnswer | None] = []
-        self._cache = DynamicCache()
+        self._cache = growing_cache()
         self._is_real = torch.zeros(0, 0, dtype=torch.bool)
         self._logits: Tensor | None = None
 
@@ -165,7 +166,7 @@ class Slots:
             ]
         token_ids, attention_mask = pad_left([prompt_ids for _, prompt_ids in prompts])
         is_real = attention_mask.bool().to(self._model.device)
-        cache = DynamicCache()
+        cache = growing_cache()
         logits = self._forward(token_ids, is_real=is_real, cache=cache)
         self._join(cache, is_real, logits)
 
@@ -222,7 +223,7 @@ class Slots:
         token_ids: Int64[Tensor, "rows queries"],
         *,
         is_real: Bool[Tensor, "rows columns"],
-        cache: DynamicCache,
+        cache: Cache,
     ) -> Float[Tensor, "rows vocab"]:
         """Logits after the last token; the cache takes the tokens in."""
         positions = (is_real.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -242,7 +243,7 @@ class Slots:
 
     def _join(
         self,
-        cache: DynamicCache,
+        cache: Cache,
         is_real: Bool[Tensor, "rows columns"],
         logits: Float[Tensor, "rows vocab"],
     ) -> None:
