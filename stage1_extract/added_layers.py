@@ -39,7 +39,7 @@ from stage1_extract.tensor_parallel import (
 )
 from stage1_extract.work import unit_order
 from storage.commits import layers_of
-from storage.encodings import encoding_named
+from storage.encodings import encoding_named, encoding_of_layer
 from storage.errors import StoreError
 from storage.order import permutation
 from storage.reader import Snapshot, open_store
@@ -78,7 +78,7 @@ def prepare_layers(run: ExtractRun, layers: Sequence[str]) -> list[UnitId]:
     store.pend_layers(
         LayerRecord(
             name=name,
-            encoding=run.store.encoding,
+            encoding=encoding_of_layer(name, run.store.encoding),
             hidden_size=config.hidden_size,
             channel_scales=scales.get(name),
             packing=run.store.packing,

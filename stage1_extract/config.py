@@ -63,7 +63,8 @@ class StoreConfig(Settings):
     """Folder or URL (`s3://bucket/prefix`) of the store; None puts it into the run folder."""
     encoding: Literal["bf16", "fp8", "int8", "int4", "int3", "int2"] = "int3"
     """How hidden states are kept: `bf16` exact, `fp8` with a scale per token and layer; the others
-    also have channel scales, calibrated before the workers start. docs/encodings.md compares."""
+    also have channel scales, calibrated before the workers start. docs/encodings.md compares. With
+    `int4` and fewer bits `lm_head_input` is kept in `int8`."""
     packing: Literal["zstd"] | None = None
     """Also pack the encoded states without loss: bf16 to 0.7 of its bytes, fp8 to 0.83, the others
     hardly. Reading threads give less than half as much, writing takes a core for each 0.4 GB/s."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stage1_extract.plan_counts import TokenCount
-from storage.encodings import encoded_bytes_per_token, encoding_named
+from storage.encodings import encoded_bytes_per_token, encoding_named, encoding_of_layer
 from storage.schema import CHUNK_TOKENS
 
 TOKEN_BYTES = 5
@@ -60,7 +60,8 @@ class StoreShape:
     @property
     def state_bytes(self) -> int:
         """Bytes of one token's states over all layers."""
-        return len(self.layers) * encoded_bytes_per_token(self.encoding, self.hidden_size)
+        encodings = [encoding_of_layer(name, self.encoding) for name in self.layers]
+        return sum(encoded_bytes_per_token(each, self.hidden_size) for each in encodings)
 
     @property
     def num_arrays(self) -> int:

@@ -19,7 +19,7 @@ from stage1_extract.rendering import chat_template_sha256
 from stage1_extract.sequences import MASK_RULE_VERSION, TokenSequence, to_sequence
 from stage1_extract.target import resolve_target, target_name
 from stage1_extract.target_identity import tokenizer_sha256, weights_sha256
-from storage.encodings import encoding_named
+from storage.encodings import encoding_named, encoding_of_layer
 from storage.errors import StoreError
 from storage.order import permutation
 from storage.schema import LayerRecord, StoreIdentity
@@ -122,11 +122,12 @@ def refuse_other_layers(store: WritableStore, shape: StoreShape) -> None:
             f"store.target_layer_ids: the store at {store.files} holds layers {', '.join(stored)},"
             f" this run wants {', '.join(shape.layers)}; {advice}"
         )
-    other = next((each for each in stored.values() if each.encoding != shape.encoding), None)
+    wanted = {name: encoding_of_layer(name, shape.encoding) for name in stored}
+    other = next((each for each in stored.values() if each.encoding != wanted[each.name]), None)
     if other is not None:
         raise StoreError(
             f"store.encoding: in the store at {store.files} layer {other.name} is stored as"
-            f" {other.encoding}, this run wants {shape.encoding}; {advice}"
+            f" {other.encoding}, this run wants {wanted[other.name]}; {advice}"
         )
 
 
@@ -151,7 +152,7 @@ def record_layers(
     for name in shape.layers:
         record = LayerRecord(
             name=name,
-            encoding=shape.encoding,
+            encoding=encoding_of_layer(name, shape.encoding),
             hidden_size=shape.hidden_size,
             channel_scales=scales.get(name),
             packing=shape.packing,

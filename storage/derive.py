@@ -13,6 +13,7 @@ from storage.encodings import (
     decode,
     encode,
     encoding_named,
+    encoding_of_layer,
 )
 from storage.errors import StoreError
 from storage.order import epoch_order
@@ -44,7 +45,8 @@ def derive_store(
     Args:
         source_dir: the store to read; sequences that it skipped are skipped here, too.
         target_dir: the store to make or complete.
-        encoding: a name in ENCODINGS; channel scales are taken from the source's states.
+        encoding: a name in ENCODINGS (see `encoding_of_layer` for `lm_head_input`); channel scales
+            are taken from the source's states.
         like: a store whose layer records, scales included, are taken instead: what is derived can
             be joined with it.
         packing: with `encoding`: how chunks are packed without loss; None leaves them.
@@ -120,8 +122,11 @@ def _add_layers(
 ) -> None:
     recorded = target.layers
     if recorded.keys() == snapshot.store.layers.keys():
-        kept = {(record.encoding, record.packing) for record in recorded.values()}
-        if kept == {(encoding, packing)}:
+        is_same = (
+            record.encoding == encoding_of_layer(name, encoding) and record.packing == packing
+            for name, record in recorded.items()
+        )
+        if all(is_same):
             return
     target.add_layers(_layer_records(snapshot, encoding, packing))
 
@@ -142,7 +147,12 @@ def _layer_records(snapshot: Snapshot, encoding: str, packing: str | None) -> li
     if encoding_named(encoding).calibrated:
         scales |= _calibrate(snapshot)
     return [
-        dataclasses.replace(record, encoding=encoding, channel_scales=scales[name], packing=packing)
+        dataclasses.replace(
+            record,
+            encoding=encoding_of_layer(name, encoding),
+            channel_scales=scales[name],
+            packing=packing,
+        )
         for name, record in records.items()
     ]
 

@@ -12,6 +12,7 @@ from jaxtyping import Float32, Num, Shaped, UInt8, UInt16
 
 from storage.errors import NonFiniteStatesError
 from storage.rotated import decode_rotated, encode_rotated, row_bytes
+from storage.schema import LM_HEAD_INPUT
 
 FP8_MAX = np.float32(448.0)
 """Largest finite value of e4m3fn."""
@@ -181,6 +182,19 @@ ENCODINGS: dict[str, Encoding] = {
     "int3": _rotated(bits=3, group_channels=64),
     "int2": _rotated(bits=2, group_channels=64),
 }
+
+
+FEWER_BITS = ("int4", "int3", "int2")
+"""Encodings fit for what a drafter reads, but not for what distributions are made from."""
+
+
+def encoding_of_layer(layer: str, encoding: str) -> str:
+    """The encoding of one layer of a store that is kept in `encoding`.
+
+    With few bits `lm_head_input` stays at eight: in four, 7% of the target's most probable tokens
+    would be others when the head makes its distribution from the stored state, in eight 1%.
+    """
+    return "int8" if layer == LM_HEAD_INPUT and encoding in FEWER_BITS else encoding
 
 
 def encoding_named(name: str) -> Encoding:

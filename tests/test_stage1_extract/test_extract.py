@@ -64,6 +64,24 @@ def test_the_store_holds_the_targets_states(make_run: MakeRun, encoding: str) ->
             assert (np.abs(states[:, column] - expected) <= tolerance * largest).all()
 
 
+@torch.inference_mode()
+def test_with_few_bits_the_final_state_keeps_eight(make_run: MakeRun) -> None:
+    """The target's distribution is made from it."""
+    run = make_run(store={"encoding": "int3", "lm_head_input": True})
+    extract_all(run)
+    extract_all(run)  # Again: the same settings fit the store.
+    store = open_store(run.store_dir)
+    kept = {name: record.encoding for name, record in store.layers.items()}
+    assert kept == {"0": "int3", "2": "int3", "lm_head_input": "int8"}
+    target: Any = load_target(run.target)
+    snapshot = store.snapshot()
+    token_ids, _ = snapshot.read_tokens(0)
+    output = target.model(torch.from_numpy(token_ids).long()[None], output_hidden_states=True)
+    expected = output.hidden_states[4][0].numpy()
+    found = store.sequence(snapshot.sequence_id(0)).hidden_states(layers=["lm_head_input"])[:, 0]
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+
+
 def test_the_store_does_not_depend_on_the_workers(make_run: MakeRun) -> None:
     one = make_run(place="one")
     assert len(prepare_store(one).units()) > 3

@@ -45,7 +45,7 @@ def on_disk(folder: Path) -> tuple[int, int]:
     return num_bytes, num_inodes
 
 
-@pytest.mark.parametrize("encoding", ["bf16", "fp8"])
+@pytest.mark.parametrize("encoding", ["bf16", "fp8", "int3"])
 def test_a_real_store_takes_what_was_planned(
     make_run: Callable[..., ExtractRun], encoding: str
 ) -> None:

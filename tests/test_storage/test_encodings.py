@@ -11,6 +11,7 @@ from storage.encodings import (
     decode,
     encode,
     encoded_bytes_per_token,
+    encoding_of_layer,
     float32_to_bf16,
     float32_to_e4m3,
 )
@@ -166,3 +167,10 @@ def test_silent_channels_get_a_scale() -> None:
 def test_unknown_encoding_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="bf16, fp8"):
         encode("fp4", np.ones((1, 2), dtype=np.float32))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_distributions_keep_eight_bits(encoding: str) -> None:
+    assert encoding_of_layer("9", encoding) == encoding
+    is_small = encoded_bytes_per_token(encoding, 4096) < 4096
+    assert encoding_of_layer("lm_head_input", encoding) == ("int8" if is_small else encoding)
