@@ -16,8 +16,11 @@ Keys = Float[Tensor, "rows heads _ width"]
 Values = Float[Tensor, "rows heads _ value_width"]
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types there
     """Keys and values of one layer; assigning other ones to `keys` and `values` is fine."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)
