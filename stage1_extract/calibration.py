@@ -25,13 +25,15 @@ def calibrate(
 ) -> ChannelScalesByLayer:
     """Channel scales by layer, from `store.calibration_tokens` tokens at most.
 
+    Sequences with NaN or infinity in a state are left out.
+
     Args:
         run: The run's settings.
         token_ids: Sequences in the order in which they are taken; read no further than needed.
         layers: Names of the layers to capture.
 
     Raises:
-        ValueError: There is no sequence, or the target cannot be loaded, or a state is not finite.
+        ValueError: There is no sequence, the target cannot be loaded, or all of them give NaN.
     """
     sample = list(_first_tokens(token_ids, run.store.calibration_tokens))
     if not sample:
@@ -65,22 +67,24 @@ def _scales_of(
     target: Target = load_target(run.target, device=_device(run))
     parts: dict[str, list[ndarray]] = {name: [] for name in layers}
     for token_ids in sample:
-        states = target.hidden_states([token_ids], layers=layers)
-        for name in layers:
-            parts[name].append(states[name].float().cpu().numpy())
-    return {name: _layer_scales(name, np.concatenate(parts[name])) for name in layers}
+        found = target.hidden_states([token_ids], layers=layers)
+        states = {name: found[name].float().cpu().numpy() for name in layers}
+        # What is not finite is named and skipped where it would be stored.
+        if all(np.isfinite(each).all() for each in states.values()):
+            for name in layers:
+                parts[name].append(states[name])
+    if not parts[layers[0]]:
+        raise ValueError(
+            f"target.model: {run.target.model} gives NaN or infinity for all {len(sample)}"
+            f" conversations it is calibrated on; check its weights, and target.dtype ="
+            f" {run.target.dtype} (float16 overflows where bfloat16 does not)"
+        )
+    return {
+        name: tuple(calibrate_channels(np.concatenate(parts[name])).tolist()) for name in layers
+    }
 
 
 def _device(run: ExtractRun) -> str:
     """A GPU where there is any that holds the target alone."""
     fits = torch.cuda.is_available() and run.extract.gpus_per_worker == 1
     return "cuda" if fits else "cpu"
-
-
-def _layer_scales(name: str, samples: ndarray) -> tuple[float, ...]:
-    if not np.isfinite(samples).all():
-        raise ValueError(
-            f"layer {name} has NaN or infinity in the conversations it is calibrated on; try"
-            ' target.dtype = "bfloat16" or "float32"'
-        )
-    return tuple(calibrate_channels(samples).tolist())

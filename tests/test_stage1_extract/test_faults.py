@@ -110,6 +110,7 @@ def marked(talks: list[dict[str, Any]], ids: tuple[str, ...]) -> list[dict[str, 
     return talks
 
 
+@pytest.mark.parametrize("encoding", ["bf16", "int3"])
 @pytest.mark.parametrize(("limit", "exit_code"), [(0.05, 1), (0.1, 0)])
 def test_nan_states_are_named_skipped_and_past_the_limit_a_failure(
     make_run: MakeRun,
@@ -119,12 +120,15 @@ def test_nan_states_are_named_skipped_and_past_the_limit_a_failure(
     capsys: pytest.CaptureFixture[str],
     limit: float,
     exit_code: int,
+    encoding: str,
 ) -> None:
+    """Also where the encoding is calibrated on conversations of which some give NaN."""
     token_id = token_of(target_folder("qwen3"), "Q")
     folder = broken_target(slice(token_id, token_id + 1))
     run = make_run(
         *marked(talks(24), ("c0", "c7")),
         target={"model": str(folder)},
+        store={"encoding": encoding},
         extract={"max_failed_fraction": limit},
     )
     prepare_store(run)
@@ -139,11 +143,17 @@ def test_nan_states_are_named_skipped_and_past_the_limit_a_failure(
     assert snapshot.num_sequences == 22
 
 
+@pytest.mark.parametrize("encoding", ["bf16", "int3"])
 def test_a_target_of_nothing_but_nan_stops_before_anything_is_stored(
-    make_run: MakeRun, broken_target: Callable[..., Path]
+    make_run: MakeRun, broken_target: Callable[..., Path], encoding: str
 ) -> None:
-    run = make_run(target={"model": str(broken_target(slice(None)))})
-    prepare_store(run)
-    with pytest.raises(ValueError, match=r"gives NaN or infinity for all \d+ sequences tried"):
+    broken = {"model": str(broken_target(slice(None)))}
+    run = make_run(target=broken, store={"encoding": encoding})
+
+    def extract() -> None:
+        prepare_store(run)
         run_worker(run, worker_index=0, num_workers=1)
+
+    with pytest.raises(ValueError, match=r"gives NaN or infinity for all \d+ \w+"):
+        extract()
     assert open_store(run.store_dir).snapshot().num_shards == 0
