@@ -20,6 +20,7 @@ from stage1_extract.target_transformers import TransformersTarget
 from stage1_extract.worker import Worker
 from storage.errors import IdentityMismatchError, StoreError, StoreWriteError
 from storage.reader import open_store
+from storage.verify import verify_store
 from storage.writer import ShardWriter
 
 MakeRun = Callable[..., ExtractRun]
@@ -80,6 +81,13 @@ def test_with_few_bits_the_final_state_keeps_eight(make_run: MakeRun) -> None:
     expected = output.hidden_states[4][0].numpy()
     found = store.sequence(snapshot.sequence_id(0)).hidden_states(layers=["lm_head_input"])[:, 0]
     assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def test_a_packed_store_holds_the_same(make_run: MakeRun) -> None:
+    packed = make_run(place="packed", store={"encoding": "bf16", "packing": "zstd"})
+    assert extract_all(packed) == extract_all(make_run(place="plain", store={"encoding": "bf16"}))
+    assert {each.packing for each in open_store(packed.store_dir).layers.values()} == {"zstd"}
+    assert verify_store(packed.store_dir, full=True).ok
 
 
 def test_the_store_does_not_depend_on_the_workers(make_run: MakeRun) -> None:
