@@ -192,10 +192,16 @@ def _join(group: Group) -> Calls:
 
 
 def worker_device(worker_index: int, group: Group) -> str:
-    """The device of this process: a GPU where there is any."""
+    """The device of this process: a GPU where there is any, which becomes the current one.
+
+    Triton's kernels and CUDA graphs run on the current device, wherever their tensors are.
+    """
     num_gpus = torch.cuda.device_count()
-    number = worker_index if group.size == 1 else group.local_rank
-    return f"cuda:{number % num_gpus}" if num_gpus else "cpu"
+    if not num_gpus:
+        return "cpu"
+    number = (worker_index if group.size == 1 else group.local_rank) % num_gpus
+    torch.cuda.set_device(number)
+    return f"cuda:{number}"
 
 
 def load_workers_target(

@@ -14,7 +14,7 @@ import pytest
 
 from stage1_extract.config import DataConfig, ExtractConfig, ExtractRun, StoreConfig, TargetConfig
 from stage1_extract.extract import prepare_store, run_worker
-from stage1_extract.tensor_parallel import Group, find_group
+from stage1_extract.tensor_parallel import Group, find_group, worker_device
 from storage.reader import open_store
 
 LAYERS = ["0", "2"]
@@ -204,6 +204,20 @@ def test_a_target_without_a_plan_is_refused(
     results = ended(start(run, tmp_path))
     assert results[0][0] != 0
     assert "transformers has no tensor parallel plan for stablelm" in results[0][1]
+
+
+def test_a_process_that_sees_several_gpus_works_on_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels run on the current device, not where their tensors are."""
+    current: list[int] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    assert worker_device(6, Group()) == "cuda:2"
+    assert worker_device(0, Group(rank=5, size=8, local_rank=1)) == "cuda:1"
+    assert current == [2, 1]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert worker_device(6, Group()) == "cpu"
 
 
 def test_the_place_in_the_group_is_torchruns() -> None:
