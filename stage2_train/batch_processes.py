@@ -62,6 +62,10 @@ class Failed:
     error: Exception
 
 
+class ProcessGoneError(RuntimeError):
+    """A process ended before its epoch did: killed from outside, or for want of memory."""
+
+
 class BatchProcesses:
     """Processes that make the batches of an epoch by turns; started when first needed.
 
@@ -105,9 +109,10 @@ class BatchProcesses:
             ]
         running, on_damage = self._running, maker.on_damage or _raise
         pin_memory = maker.device.type == "cuda"
+        failures: list[Exception] = []
         feeder = threading.Thread(
             target=_feed,
-            args=(running, Epoch(snapshot_id=snapshot_id, epoch=epoch), planned),
+            args=(running, Epoch(snapshot_id=snapshot_id, epoch=epoch), planned, failures),
             name="batch-windows",
             daemon=True,
         )
@@ -125,6 +130,10 @@ class BatchProcesses:
             for other in range(turn + 1, turn + len(running)):
                 assert running[other % len(running)].take(on_damage=on_damage) is None
             is_whole = True
+        except ProcessGoneError:
+            if failures:
+                raise failures[0] from None
+            raise
         finally:
             if not is_whole:
                 self.close()
@@ -191,7 +200,7 @@ class _Process:
             try:
                 message = self.made.recv()
             except (EOFError, OSError) as error:
-                raise RuntimeError("a process that makes batches has died") from error
+                raise ProcessGoneError("a process that makes batches has died") from error
             if isinstance(message, DamagedShardError):
                 on_damage(message)
             elif isinstance(message, Failed):
@@ -207,15 +216,26 @@ class _Process:
         return batch
 
 
-def _feed(running: Sequence[_Process], epoch: Epoch, planned: Iterable[Sequence[Window]]) -> None:
+def _feed(
+    running: Sequence[_Process],
+    epoch: Epoch,
+    planned: Iterable[Sequence[Window]],
+    failures: list[Exception],
+) -> None:
     """Tells each process its windows; waits while they have enough, ends when they do."""
-    with suppress(OSError):
+    try:
         for process in running:
             process.windows.send(epoch)
         for number, of_batch in enumerate(planned):
             running[number % len(running)].windows.send(list(of_batch))
         for process in running:
             process.windows.send(None)
+    except OSError:
+        pass  # They are gone, as who waits for their batches will see.
+    except Exception as error:
+        failures.append(error)
+        for process in running:
+            process.end()
 
 
 def _serve(

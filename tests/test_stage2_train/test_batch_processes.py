@@ -133,3 +133,17 @@ def test_signals_that_stop_a_training_do_not_reach_them_and_a_death_is_said(
     os.kill(process_id, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="has died"):
         list(batches)
+
+
+def test_an_error_in_the_plan_is_raised_here(shared_store_dir, architecture):
+    snapshot = open_store(shared_store_dir).snapshot()
+    _, beside = makers(shared_store_dir, architecture, 2)
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=64)
+
+    def broken():
+        yield planned[0]
+        raise KeyError("plan")
+
+    with pytest.raises(KeyError, match="plan"):
+        list(beside.batches(snapshot, broken(), epoch=0))
+    assert beside.processes._running == []
