@@ -5,6 +5,7 @@ every shard holds them. Stopped or killed, the same command goes on with the sha
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -25,7 +26,7 @@ from stage1_extract.encode import (
 from stage1_extract.layers import captured_layers
 from stage1_extract.loss_sample import measure_sample, take_sample
 from stage1_extract.parity import choose_way
-from stage1_extract.preparation import store_identity
+from stage1_extract.preparation import is_kept_as, record_once, store_identity
 from stage1_extract.signals import stop_requests
 from stage1_extract.target_files import load_config, load_tokenizer
 from stage1_extract.target_transformers import TransformersTarget
@@ -71,21 +72,37 @@ def prepare_layers(run: ExtractRun, layers: Sequence[str]) -> list[UnitId]:
     store = create_store(run.store_dir, identity)
     known = {**store.pending_layers, **store.layers}
     new = [name for name in names if name not in known]
+    added = {name: encoding_of_layer(name, run.store.encoding) for name in new}
+    if new:
+        _say_if_mixed({name: record.encoding for name, record in known.items()} | added)
     scales: Mapping[str, tuple[float, ...]] = {}
     if new and encoding_named(run.store.encoding).calibrated:
         snapshot = open_store(run.store_dir).snapshot()
         scales = calibrate(run, _stored_sequences(snapshot), layers=new)
-    store.pend_layers(
-        LayerRecord(
+    for name, encoding in added.items():
+        record = LayerRecord(
             name=name,
-            encoding=encoding_of_layer(name, run.store.encoding),
+            encoding=encoding,
             hidden_size=config.hidden_size,
             channel_scales=scales.get(name),
             packing=run.store.packing,
         )
-        for name in new
-    )
+        record_once(record, record_as=store.pend_layers, recorded=lambda: store.pending_layers)
     return store.units_lacking(names)
+
+
+def _say_if_mixed(kept: Mapping[str, str]) -> None:
+    """Says that no run's encoding would fit all layers any more, given that of each by name."""
+    for encoding in set(kept.values()):
+        if all(is_kept_as(each, name, encoding) for name, each in kept.items()):
+            return
+    layers = ", ".join(f"{name} as {encoding}" for name, encoding in kept.items())
+    print(
+        f"store.encoding: the store will keep layers {layers}; such a mixture can be trained on,"
+        " but takes no new conversations",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def add_layers(

@@ -5,6 +5,7 @@ GPU machine a process of its own does it, so that the launcher holds no GPU memo
 """
 
 import multiprocessing
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
@@ -14,7 +15,7 @@ from jaxtyping import Int32
 from numpy import ndarray
 
 from stage1_extract.config import ExtractRun
-from stage1_extract.target import Target, load_target
+from stage1_extract.target import SPREAD, Target, load_target
 from storage.encodings import calibrate_channels
 
 ChannelScalesByLayer = dict[str, tuple[float, ...]]
@@ -33,7 +34,8 @@ def calibrate(
         layers: Names of the layers to capture.
 
     Raises:
-        ValueError: There is no sequence, the target cannot be loaded, or all of them give NaN.
+        ValueError: There is no sequence, the target cannot be loaded or has no room, or all of them
+            give NaN.
     """
     sample = list(_first_tokens(token_ids, run.store.calibration_tokens))
     if not sample:
@@ -41,11 +43,26 @@ def calibrate(
             f"store.encoding = {run.store.encoding} is calibrated on the conversations, and none of"
             " them can be used; give data.conversations, or choose bf16 or fp8"
         )
-    if _device(run) == "cpu":
-        return _scales_of(run, sample, tuple(layers))
+    print(
+        f"channel scales of {len(layers)} layers are taken from"
+        f" {sum(map(len, sample)):,} tokens of {len(sample):,} conversations, once",
+        file=sys.stderr,
+        flush=True,
+    )
+    device = device_of(run)
+    if device == "cpu":
+        return _scales_of(run, sample, tuple(layers), device=device)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(_scales_of, run, sample, tuple(layers)).result()
+        work = process.submit(_scales_of, run, sample, tuple(layers), device=device)
+        try:
+            return work.result()
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"store.encoding = {run.store.encoding} is calibrated first, and {device} has no"
+                " room for the target; free it, name others in extract.gpus, raise"
+                " extract.gpus_per_worker, or choose bf16 or fp8"
+            ) from error
 
 
 def _first_tokens(
@@ -61,10 +78,10 @@ def _first_tokens(
 
 
 def _scales_of(
-    run: ExtractRun, sample: Sequence[Int32[ndarray, "_"]], layers: Sequence[str]
+    run: ExtractRun, sample: Sequence[Int32[ndarray, "_"]], layers: Sequence[str], *, device: str
 ) -> ChannelScalesByLayer:
     torch.set_num_threads(run.extract.torch_threads)
-    target: Target = load_target(run.target, device=_device(run))
+    target: Target = load_target(run.target, device=device)
     parts: dict[str, list[ndarray]] = {name: [] for name in layers}
     for token_ids in sample:
         found = target.hidden_states([token_ids], layers=layers)
@@ -84,7 +101,12 @@ def _scales_of(
     }
 
 
-def _device(run: ExtractRun) -> str:
-    """A GPU where there is any that holds the target alone."""
-    fits = torch.cuda.is_available() and run.extract.gpus_per_worker == 1
-    return "cuda" if fits else "cpu"
+def device_of(run: ExtractRun) -> str:
+    """The first of the run's GPUs; all there are for a target that one of them cannot hold."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    if run.extract.gpus_per_worker > 1:
+        return SPREAD
+    first = run.extract.gpus[0] if run.extract.gpus else 0
+    # A worker that was given a GPU sees no other.
+    return f"cuda:{first if first < torch.cuda.device_count() else 0}"

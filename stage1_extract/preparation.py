@@ -1,6 +1,6 @@
 """Preparation: a store's identity, its layer records and the plan of its units."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -114,21 +114,29 @@ def refuse_other_layers(store: WritableStore, shape: StoreShape) -> None:
     stored = store.layers
     if not stored:
         return
-    advice = "restore the setting or use another store folder"
     missing, others = set(shape.layers) - set(stored), set(stored) - set(shape.layers)
     # Until something is planned, another command may be in the midst of recording them.
     if others or (missing and store.units()):
         raise StoreError(
             f"store.target_layer_ids: the store at {store.files} holds layers {', '.join(stored)},"
-            f" this run wants {', '.join(shape.layers)}; {advice}"
+            f" this run wants {', '.join(shape.layers)}; restore the setting or use another store"
+            " folder"
         )
-    wanted = {name: encoding_of_layer(name, shape.encoding) for name in stored}
-    other = next((each for each in stored.values() if each.encoding != wanted[each.name]), None)
-    if other is not None:
-        raise StoreError(
-            f"store.encoding: in the store at {store.files} layer {other.name} is stored as"
-            f" {other.encoding}, this run wants {wanted[other.name]}; {advice}"
-        )
+    for name, record in stored.items():
+        if not is_kept_as(record.encoding, name, shape.encoding):
+            raise StoreError(
+                f"store.encoding: in the store at {store.files} layer {name} is stored as"
+                f" {record.encoding}, this run wants {shape.encoding}; set store.encoding ="
+                f' "{record.encoding}" to go on with it, or use another store folder'
+            )
+
+
+def is_kept_as(encoding: str, name: str, wanted: str) -> bool:
+    """Whether a layer kept in some encoding suits a run that wants some.
+
+    As `encoding_of_layer` says, or in the wanted one itself, as older stores keep the final state.
+    """
+    return encoding in (wanted, encoding_of_layer(name, wanted))
 
 
 def record_layers(
@@ -157,9 +165,31 @@ def record_layers(
             channel_scales=scales.get(name),
             packing=shape.packing,
         )
-        # Another process may have calibrated meanwhile: the first record holds.
-        recorded = store.layers.get(name, record)
-        store.add_layers([replace(record, channel_scales=recorded.channel_scales)])
+        first = store.layers.get(name)
+        if first is not None:
+            record = replace(record, encoding=first.encoding, channel_scales=first.channel_scales)
+        record_once(record, record_as=store.add_layers, recorded=lambda: store.layers)
+
+
+def record_once(
+    record: LayerRecord,
+    *,
+    record_as: Callable[[list[LayerRecord]], None],
+    recorded: Callable[[], Mapping[str, LayerRecord]],
+) -> None:
+    """Records a layer; where another process was faster, its channel scales hold.
+
+    Processes that calibrate at once, on devices of different kinds, differ in the last bits.
+
+    Raises:
+        StoreError: The layer is recorded with another encoding or packing.
+    """
+    try:
+        record_as([record])
+    except StoreError:
+        first = recorded().get(record.name)
+        if first is None or first != replace(record, channel_scales=first.channel_scales):
+            raise
 
 
 def calibration_sequences(

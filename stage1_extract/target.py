@@ -42,6 +42,9 @@ class Target(Protocol):
         ...
 
 
+SPREAD = "auto"
+"""In place of a device: all GPUs that this process sees hold some layers, host memory the rest."""
+
 BACKENDS = {"transformers": "stage1_extract.target_transformers:TransformersTarget"}
 """Backend name to "module:class"; imported only when used."""
 

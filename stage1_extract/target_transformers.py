@@ -27,13 +27,13 @@ from stage1_extract.decoder import capture, find_decoder, no_hook_left_behind
 from stage1_extract.device_copy import to_device
 from stage1_extract.packed_attention import PACKED_ATTENTION, packed_input
 from stage1_extract.recorded import RecordedPass
-from stage1_extract.target import resolve_target
+from stage1_extract.target import SPREAD, resolve_target
 from stage1_extract.target_files import clear_errors, load_config, load_tokenizer
 from storage.schema import LM_HEAD_INPUT
 
 
 class TransformersTarget:
-    """A target loaded with transformers, on one device."""
+    """A target loaded with transformers, on one device unless it is spread or parted."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class TransformersTarget:
 
         Args:
             config: Which target, and how it computes.
-            device: Where to.
+            device: Where to; `SPREAD` lets accelerate lay the layers out, which is slow and fits
+                whatever this machine holds.
             is_parted: Whether this process loads its part only, by the model's own plan for tensor
                 parallelism; all processes of torch.distributed do so at once.
 
@@ -88,6 +89,8 @@ class TransformersTarget:
                     f" {text_config.model_type}; set it to 1, or use another target"
                 )
             arguments["distributed_config"] = DistributedConfig(tp_plan="auto")
+        if device == SPREAD:
+            arguments["device_map"] = SPREAD
         disable_progress_bar()  # A worker's log is no place for a redrawn line.
         with clear_errors(config):
             try:
@@ -101,7 +104,11 @@ class TransformersTarget:
                 f"target.model: {folder} lacks weights (transformers would make them up at random):"
                 f" {', '.join(sorted(info['missing_keys'])[:3])} and so on; fetch it again"
             )
-        model = (model if is_parted else model.to(device)).eval().requires_grad_(False)
+        if device == SPREAD:
+            device = "cuda" if torch.cuda.is_available() else "cpu"  # Of the first layers.
+        elif not is_parted:
+            model.to(device)
+        model.eval().requires_grad_(False)
         return cls(model, tokenizer, device=device, published_dtype=text_config.dtype)
 
     def together(self, function: Callable[..., Any], **arguments: Any) -> Any:
@@ -124,7 +131,10 @@ class TransformersTarget:
             # No mask: in a causal model nothing before the padding on the right can see it.
             self.decoder.module(input_ids=to_device(rows, self.device), use_cache=False)
         real = to_device(real_tokens, self.device)
-        return {name: captured[name].flatten(0, 1)[real] for name in layers}
+        # Spread over GPUs, layers leave their states where they are.
+        return {
+            name: captured[name].flatten(0, 1)[real.to(captured[name].device)] for name in layers
+        }
 
     def _packed_states(
         self, token_ids: Sequence[Int32[ndarray, "_"]], layers: Sequence[str]

@@ -99,3 +99,49 @@ def test_what_cannot_be_added_is_refused(make_run: MakeRun) -> None:
     assert prepare_layers(run, ["1"])
     with pytest.raises(StoreError, match="lack layers 1"):
         open_for_writing(run.store_dir).publish_layers(["1"])
+
+
+def test_of_two_calibrations_at_once_the_first_recorded_holds(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tasks of a job array do it, each on its own device."""
+    run = extracted(make_run(store={"encoding": "int8"}))
+    scales = iter([2.0, 1.0])
+
+    def calibrate(*_: Any, **__: Any) -> dict[str, tuple[float, ...]]:
+        scale = next(scales)
+        if scale == 2.0:
+            prepare_layers(run, ["1"])
+        return {"1": (scale,) * 32}
+
+    monkeypatch.setattr(added_layers, "calibrate", calibrate)
+    assert prepare_layers(run, ["1"])
+    assert set(open_for_writing(run.store_dir).pending_layers["1"].channel_scales or ()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_mixed"),
+    [("bf16", "int3", True), ("int3", "int3", False), ("bf16", "bf16", False)],
+)
+def test_a_mixture_that_takes_no_conversations_is_said(
+    make_run: MakeRun,
+    capsys: pytest.CaptureFixture[str],
+    first: str,
+    second: str,
+    is_mixed: bool,
+) -> None:
+    extracted(make_run(store={"encoding": first}))
+    run = make_run(store={"encoding": second})
+    capsys.readouterr()
+    prepare_layers(run, ["1", "lm_head_input"])
+    mixture = f"0 as {first}, 2 as {first}, 1 as {second}"
+    assert (mixture in capsys.readouterr().err) is is_mixed
+    assert add_layers(run, ["1", "lm_head_input"]) == 0
+    grown = make_run(
+        store={"encoding": second, "target_layer_ids": (0, 1, 2), "lm_head_input": True}
+    )
+    if is_mixed:
+        with pytest.raises(StoreError, match="layer 0 is stored as"):
+            prepare_store(grown)
+    else:
+        prepare_store(grown)

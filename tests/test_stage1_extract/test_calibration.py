@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from stage1_extract import planning
+from stage1_extract import calibration, planning
 from stage1_extract.calibration import calibrate
 from stage1_extract.config import ExtractRun
 from stage1_extract.extract import prepare_store, run_worker
-from stage1_extract.preparation import record_layers, store_shape
+from stage1_extract.preparation import record_layers, record_once, store_shape
 from stage1_extract.target import load_target
 from stage1_extract.target_files import load_config
 from storage.commits import read_commit
 from storage.encodings import calibrate_channels
 from storage.errors import StoreError
 from storage.reader import open_store
+from storage.schema import LM_HEAD_INPUT, LayerRecord
 from storage.writer import create_store
 
 MakeRun = Callable[..., ExtractRun]
@@ -94,9 +95,71 @@ def test_layers_that_another_command_is_recording_are_completed(
 
 
 def test_a_calibrated_store_refuses_another_encoding(make_run: MakeRun) -> None:
+    """Who said nothing, and meets another default, reads what to say."""
     prepare_store(int8_run(make_run))
-    with pytest.raises(StoreError, match="layer 0 is stored as int8"):
+    says = 'layer 0 is stored as int8, this run wants int4; set store.encoding = "int8"'
+    with pytest.raises(StoreError, match=says):
         prepare_store(make_run(store={"encoding": "int4"}))
+
+
+@pytest.mark.parametrize("kept", ["int3", "int8"])
+def test_a_final_state_kept_in_few_bits_is_gone_on_with(make_run: MakeRun, kept: str) -> None:
+    """As stores keep it that are older than the rule."""
+    run = make_run(store={"encoding": "int3", "lm_head_input": True})
+    whole = prepare_store(make_run(place="elsewhere", store={"encoding": "int3"}))
+    scales = (1.0,) * whole.identity.hidden_size
+    record = LayerRecord(
+        name=LM_HEAD_INPUT, encoding=kept, hidden_size=len(scales), channel_scales=scales
+    )
+    store = create_store(run.store_dir, whole.identity)
+    store.add_layers([record, *whole.layers.values()])
+    assert prepare_store(run).layers[LM_HEAD_INPUT] == record
+    assert run_worker(run, worker_index=0, num_workers=1) == 0
+
+
+def test_of_processes_that_record_at_once_the_first_ones_scales_hold() -> None:
+    """Devices of different kinds differ in the last bits of what they calibrate."""
+    recorded: dict[str, LayerRecord] = {}
+
+    def record_as(records: list[LayerRecord]) -> None:
+        if recorded.setdefault("0", records[0]) != records[0]:
+            raise StoreError("is stored otherwise")
+
+    for scale, encoding in ((1.0, "int8"), (1.0001, "int8"), (1.0, "int4")):
+        record = LayerRecord(
+            name="0", encoding=encoding, hidden_size=8, channel_scales=(scale,) * 8
+        )
+        if encoding == "int8":
+            record_once(record, record_as=record_as, recorded=lambda: recorded)
+        else:
+            with pytest.raises(StoreError, match="otherwise"):
+                record_once(record, record_as=record_as, recorded=lambda: recorded)
+    assert recorded["0"].channel_scales == (1.0,) * 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpus_per_worker", "num_visible", "device"),
+    [
+        (None, 1, 8, "cuda:0"),
+        ((3, 4), 1, 8, "cuda:3"),
+        ((3, 4), 1, 1, "cuda:0"),  # A worker's own.
+        ((3, 4), 2, 8, "auto"),
+        (None, 2, 1, "auto"),
+        (None, 2, 0, "cpu"),
+    ],
+)
+def test_it_runs_where_the_runs_targets_will(
+    make_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: Any,
+    gpus_per_worker: int,
+    num_visible: int,
+    device: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    run = make_run(extract={"gpus": gpus, "gpus_per_worker": gpus_per_worker})
+    assert calibration.device_of(run) == device
 
 
 @pytest.mark.parametrize(("encoding", "largest"), [("int8", 0.02), ("int4", 0.12), ("int2", 0.6)])

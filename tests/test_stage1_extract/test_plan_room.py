@@ -86,14 +86,15 @@ def test_what_a_refusal_names_can_then_be_asked_for(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "setting"),
-    [({"encoding": "int4"}, "store.encoding"), ({"target_layer_ids": [1]}, "store.target_layer")],
+    ("store", "says"),
+    [
+        ({"encoding": "int4"}, 'store.encoding.*this run wants.*set store.encoding = "bf16"'),
+        ({"target_layer_ids": [1]}, "store.target_layer.*this run wants.*restore the setting"),
+    ],
 )
-def test_a_store_keeps_its_layers(
-    make_run: MakeRun, store: dict[str, object], setting: str
-) -> None:
+def test_a_store_keeps_its_layers(make_run: MakeRun, store: dict[str, object], says: str) -> None:
     prepare_store(make_run())
-    with pytest.raises(StoreError, match=f"{setting}.*this run wants.*restore the setting"):
+    with pytest.raises(StoreError, match=says):
         prepare_store(make_run(store=store))
 
 

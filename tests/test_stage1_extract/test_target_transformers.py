@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stage1_extract.config import TargetConfig
-from stage1_extract.target import load_target
+from stage1_extract.target import SPREAD, load_target
 from stage1_extract.target_files import load_config, stop_token_ids
 from storage.schema import LM_HEAD_INPUT
 
@@ -36,6 +37,20 @@ def plain_forward(target: Any, sequence: np.ndarray) -> Any:
     """One sequence through the whole model, as anyone would run it."""
     batch = torch.from_numpy(sequence).long()[None]
     return target.model(input_ids=batch, output_hidden_states=True, use_cache=False)
+
+
+def test_a_spread_target_gives_the_same_states(target_folder: TargetFolder) -> None:
+    """With its layers wherever there is room: here, as far as can be from where they run."""
+    config = TargetConfig(model=str(target_folder("llama")), dtype="float32")
+    spread, sequences = load_target(config, device=SPREAD), token_ids(*LENGTHS)
+    assert spread.device == ("cuda" if torch.cuda.is_available() else "cpu")
+    cpu_offload(spread.model, execution_device=torch.device(spread.device))
+    assert all(each.is_meta for each in spread.model.parameters())
+    whole = load_target(config, device=spread.device)
+    for layers in (["0", "2"], ["1", LM_HEAD_INPUT]):
+        expected = whole.hidden_states(sequences, layers=layers)
+        for name, states in spread.hidden_states(sequences, layers=layers).items():
+            torch.testing.assert_close(states, expected[name])
 
 
 @pytest.mark.parametrize("batching", ["packed", "padded"])
