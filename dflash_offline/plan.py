@@ -34,7 +34,7 @@ class ExtractionPlan:
     count: "TokenCount"
     size: StoreSize
     bytes_by_encoding: dict[str, int]
-    """The whole store in every encoding, those of `store encode` included."""
+    """The whole store in every encoding that suits it, those of `store encode` included."""
     room: "Room"
     ways: list[Way]
     """How it would fit, where it does not."""
@@ -122,7 +122,7 @@ def _plan_extraction(
     from stage1_extract.plan_room import WRITABLE_ENCODINGS, room_of
     from stage1_extract.preparation import store_shape
     from stage1_extract.target import target_name
-    from storage.encodings import ENCODINGS
+    from storage.encodings import encodings_for
 
     shape = store_shape(run, target_config)
     skeleton = target_skeleton(light.target, shape.layers)
@@ -155,7 +155,8 @@ def _plan_extraction(
         count=count,
         size=size,
         bytes_by_encoding={
-            name: store_size(count, replace(shape, encoding=name)).num_bytes for name in ENCODINGS
+            name: store_size(count, replace(shape, encoding=name)).num_bytes
+            for name in encodings_for(shape.hidden_size)
         },
         room=room,
         ways=(

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stage1_extract.plan_counts import TokenCount
-from storage.encodings import encoded_bytes_per_token, encoding_named, encoding_of_layer
+from storage.encodings import (
+    encoded_bytes_per_token,
+    encoding_named,
+    encoding_of_layer,
+    encodings_for,
+)
 from storage.schema import CHUNK_TOKENS
 
 TOKEN_BYTES = 5
@@ -139,7 +144,8 @@ def ways_to_fit(
         encodings: Encodings that an extraction can write.
     """
     ways = []
-    for encoding in sorted(encodings, key=lambda each: -_state_bytes(each, shape)):
+    suitable = [each for each in encodings if each in encodings_for(shape.hidden_size)]
+    for encoding in sorted(suitable, key=lambda each: -_state_bytes(each, shape)):
         smaller = store_size(count, replace(shape, encoding=encoding))
         if encoding != shape.encoding and smaller.most_bytes <= max_bytes:
             ways.append(Way(setting=f'store.encoding = "{encoding}"', num_bytes=smaller.most_bytes))

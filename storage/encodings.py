@@ -197,6 +197,11 @@ def encoding_of_layer(layer: str, encoding: str) -> str:
     return "int8" if layer == LM_HEAD_INPUT and encoding in FEWER_BITS else encoding
 
 
+def encodings_for(hidden_size: int) -> list[str]:
+    """Names of the encodings that can keep states of this width: few bits go by eight channels."""
+    return [name for name in ENCODINGS if hidden_size % 8 == 0 or name not in FEWER_BITS]
+
+
 def encoding_named(name: str) -> Encoding:
     """The entry of ENCODINGS, or ValueError listing the names there are."""
     if name not in ENCODINGS:

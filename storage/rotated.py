@@ -21,7 +21,10 @@ _CODE_SQUARES = np.float32(255.0**2)
 def rotation_size(hidden_size: int) -> int:
     """Channels of one rotation: the largest power of two up to 64 that divides the hidden size."""
     if hidden_size % 8:
-        raise ValueError(f"rotated encodings need a hidden size divisible by 8, got {hidden_size}")
+        raise ValueError(
+            f"int4, int3 and int2 need a hidden size divisible by 8, got {hidden_size}; keep the"
+            ' states in another encoding, for example store.encoding = "int8"'
+        )
     return math.gcd(hidden_size, ROTATION_CHANNELS)
 
 

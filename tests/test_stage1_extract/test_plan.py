@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,13 @@ def test_every_way_fits() -> None:
 def test_where_nothing_fits_no_way_is_offered() -> None:
     count = count_of(10_000, mean_tokens=1_000)
     assert ways_to_fit(count, SHAPE, max_bytes=10**9, encodings=("bf16", "fp8")) == []
+
+
+def test_no_encoding_is_offered_that_cannot_keep_the_states() -> None:
+    count = count_of(10_000, mean_tokens=1_000)
+    odd = replace(SHAPE, hidden_size=36, head_bytes=0)
+    half = store_size(count, odd).num_bytes * 6 // 10
+    encodings = ("bf16", "fp8", "int8", "int3")
+    offered = [way.setting for way in ways_to_fit(count, odd, max_bytes=half, encodings=encodings)]
+    assert offered[:2] == ['store.encoding = "fp8"', 'store.encoding = "int8"']
+    assert not any("int3" in setting for setting in offered)

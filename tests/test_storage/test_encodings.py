@@ -12,6 +12,7 @@ from storage.encodings import (
     encode,
     encoded_bytes_per_token,
     encoding_of_layer,
+    encodings_for,
     float32_to_bf16,
     float32_to_e4m3,
 )
@@ -167,6 +168,20 @@ def test_silent_channels_get_a_scale() -> None:
 def test_unknown_encoding_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="bf16, fp8"):
         encode("fp4", np.ones((1, 2), dtype=np.float32))
+
+
+@pytest.mark.parametrize("hidden_size", [8, 12, 36, 40, 576])
+def test_an_encoding_is_for_a_width_if_it_can_keep_it(hidden_size: int) -> None:
+    suitable = encodings_for(hidden_size)
+    assert {"bf16", "fp8", "int8"} <= set(suitable)
+    for name in set(ENCODINGS) - set(suitable):
+        with pytest.raises(ValueError, match=r'divisible by 8.*store\.encoding = "int8"'):
+            encoded_bytes_per_token(name, hidden_size)
+    states = np.random.default_rng(0).standard_normal((3, hidden_size)).astype(np.float32)
+    scales = np.ones(hidden_size, dtype=np.float32)
+    for name in suitable:
+        encoded = encode(name, states, channel_scales=scales)
+        assert decode(name, encoded, channel_scales=scales).shape == states.shape
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
