@@ -21,6 +21,8 @@ INDEX_VERSION = 1
 """Raise it whenever other rows would be taken for conversations, or under other ids."""
 MIN_KEPT = 10_000
 """Conversations below which reading the files again costs nothing."""
+MAX_KEPT = 16
+"""Indexes in the cache folder: one takes 60 bytes a conversation."""
 
 
 class Place(NamedTuple):
@@ -85,3 +87,11 @@ def keep_index(path: Path, index: Index) -> None:
     }
     with suppress(OSError):
         replace_whole(path, json.dumps(kept).encode())
+        _remove_old(path.parent)
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes all but the newest indexes: a file that grows gets another one each time."""
+    dated = sorted((each.stat().st_mtime_ns, each) for each in folder.glob("*.index.json"))
+    for _, path in dated[:-MAX_KEPT]:
+        path.unlink(missing_ok=True)

@@ -100,3 +100,15 @@ def test_few_conversations_are_not_worth_it(
     for _ in range(2):
         read_conversations([write_jsonl(*LINES)])
     assert len(read_through) == 2
+
+
+def test_of_a_growing_file_the_newest_indexes_stay(
+    write_jsonl: WriteJsonl, read_through: list[None], tmp_path: Path
+) -> None:
+    for count in range(1, conversation_index.MAX_KEPT + 4):
+        path = write_jsonl(*({"id": i, "prompt": "x", "response": "y"} for i in range(count)))
+        read_conversations([path])
+    kept = list((tmp_path / "cache" / "conversations").glob("*.index.json"))
+    assert len(kept) == conversation_index.MAX_KEPT
+    read_conversations([path])
+    assert len(read_through) == count
