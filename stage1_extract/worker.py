@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from jaxtyping import Int32
@@ -151,7 +152,8 @@ class Worker:
 
         On a GPU the next unit's conversations become tokens while the present one is computed.
         """
-        still_open = (unit for unit in units if not self.store.is_committed(unit))
+        wanted = takewhile(lambda _: not self.stop, units)
+        still_open = (unit for unit in wanted if not self.store.is_committed(unit))
         one_by_one = ((unit, self.read_unit(unit)) for unit in still_open)
         is_beside = self.pipeline is not None
         for unit, content in one_ahead(self.read_unit, still_open) if is_beside else one_by_one:

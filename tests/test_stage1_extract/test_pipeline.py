@@ -142,18 +142,20 @@ def fill(shard: ShardInProgress, ids: list[str]) -> None:
     shard.finish()
 
 
+@contextmanager
+def fake_pipeline_of(worker: Worker) -> Iterator[Pipeline]:
+    """A pipeline of a worker without a GPU."""
+    with Pipeline(FakeTransfer(worker.layers), worker.metrics, num_threads=2) as pipeline:
+        yield pipeline
+        pipeline.drain()
+
+
 def test_a_worker_that_writes_and_reads_beside_stores_the_same(
     make_run: Callable[..., ExtractRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shards are written in threads, the next unit's conversations are read in another."""
     readers: list[str] = []
     read_unit = Worker.read_unit
-
-    @contextmanager
-    def pipeline_of(worker: Worker) -> Iterator[Pipeline]:
-        with Pipeline(FakeTransfer(worker.layers), worker.metrics, num_threads=2) as pipeline:
-            yield pipeline
-            pipeline.drain()
 
     def noted(worker: Worker, unit: UnitId) -> UnitContent:
         readers.append(threading.current_thread().name)
@@ -163,7 +165,7 @@ def test_a_worker_that_writes_and_reads_beside_stores_the_same(
     for run in (plain, piped):
         prepare_store(run)
     assert run_worker(plain, worker_index=0, num_workers=1) == 0
-    monkeypatch.setattr(extract, "pipeline_of", pipeline_of)
+    monkeypatch.setattr(extract, "pipeline_of", fake_pipeline_of)
     monkeypatch.setattr(Worker, "read_unit", noted)
     assert run_worker(piped, worker_index=0, num_workers=1) == 0
     proof, *others = readers
@@ -172,6 +174,27 @@ def test_a_worker_that_writes_and_reads_beside_stores_the_same(
     assert all(name.startswith("ahead") for name in others)
     digests = [open_store(run.store_dir).content_digest() for run in (plain, piped)]
     assert digests[0] == digests[1]
+
+
+def test_after_a_stop_no_other_unit_is_read(
+    make_run: Callable[..., ExtractRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grace time is for the open one."""
+    num_read = 0
+    run = make_run()
+    assert len(prepare_store(run).units()) > 3
+
+    def read_unit(worker: Worker, unit: UnitId) -> UnitContent:
+        nonlocal num_read
+        num_read += 1
+        return UnitContent()
+
+    monkeypatch.setattr(extract, "pipeline_of", fake_pipeline_of)
+    monkeypatch.setattr(Worker, "prove", lambda *_: None)
+    monkeypatch.setattr(Worker, "read_unit", read_unit)
+    monkeypatch.setattr(Worker, "extract_unit", lambda worker, *_: worker.stop.note())
+    assert run_worker(run, worker_index=0, num_workers=1) == 75
+    assert num_read == 2  # The one that was stopped, and the one read meanwhile.
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
