@@ -9,14 +9,14 @@ template writes it.
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from stage1_extract.conversations import Conversation
 from stage1_extract.problems import UnusableConversationError
-from stage1_extract.tool_calls import names_called, spellings
+from stage1_extract.tool_calls import names_called, spellings, without_calls
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -67,21 +67,24 @@ def render(
     Raises:
         Exception: What the template raises.
     """
+
+    def tokens(spelled: list[dict[str, Any]]) -> list[int]:
+        return _tokens(
+            spelled,
+            tokenizer,
+            template_arguments,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+        )
+
     first_error: Exception | None = None
     for spelled in spellings(messages):
         try:
-            token_ids = _tokens(
-                spelled,
-                tokenizer,
-                template_arguments,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-            )
+            token_ids = tokens(spelled)
+            if _names_every_call(messages, token_ids, tokenizer, tokens):
+                return token_ids
         except Exception as error:  # A template raises whatever it likes.
             first_error = first_error or error
-        else:
-            if not _missing_calls(messages, token_ids, tokenizer):
-                return token_ids
     raise first_error or ValueError("the template leaves a tool call out")
 
 
@@ -101,6 +104,27 @@ def _tokens(
         **template_arguments,
     )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _names_every_call(
+    messages: Sequence[Mapping[str, Any]],
+    token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Callable[[list[dict[str, Any]]], list[int]],
+) -> bool:
+    """Whether some tokens name each called function more often than without the calls.
+
+    A description of the tools, or the user, may name it, too.
+    """
+    names = names_called(messages)
+    if not names:
+        return True
+    text = tokenizer.decode(list(token_ids))
+    try:
+        silent = tokenizer.decode(tokens(without_calls(messages)))
+    except Exception:  # A template may refuse a tool's answer without its call.
+        silent = ""
+    return all(text.count(name) > silent.count(name) for name in names)
 
 
 def _missing_calls(

@@ -43,6 +43,15 @@ def spellings(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
             yield [_spelled(message, as_text=as_text, silence=silence) for message in messages]
 
 
+def without_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The same messages, their words alone."""
+    return [
+        {name: each for name, each in message.items() if name != "tool_calls"}
+        | {"content": message.get("content") or ""}
+        for message in messages
+    ]
+
+
 def _spelled(message: Message, *, as_text: bool, silence: str | None) -> dict[str, Any]:
     spelled = dict(message)
     if not calls_of(message):

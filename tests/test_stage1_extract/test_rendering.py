@@ -153,6 +153,26 @@ def test_a_tools_answer_is_not_supervised(make_tokenizer: MakeTokenizer) -> None
     )
 
 
+def test_a_prompt_holds_its_calls_although_the_tools_are_named_before(
+    make_tokenizer: MakeTokenizer,
+) -> None:
+    """The first spelling leaves the call out, and yet its function's name is in the text."""
+    tokenizer = make_tokenizer("tools_as_text")
+    listed = "{%- for tool in tools -%}{{ 'tool ' + tool['name'] }}{%- endfor -%}"
+    tokenizer.chat_template = listed + str(tokenizer.chat_template)
+    messages = [{"role": "user", "content": "clock?"}, call(ZONE)]
+    token_ids = render(messages, tokenizer, {}, tools=[{"name": "clock"}])
+    assert '<call>clock {"zone": "UTC"}</call>' in tokenizer.decode(token_ids)
+
+
+def test_a_template_that_refuses_silence_still_writes_calls(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer("tools")
+    refusal = "{%- if not messages[1].get('tool_calls') -%}{{ raise_exception('no') }}{%- endif -%}"
+    tokenizer.chat_template = refusal + str(tokenizer.chat_template)
+    messages = [{"role": "user", "content": "when?"}, call(ZONE)]
+    assert "<call>clock" in tokenizer.decode(render(messages, tokenizer, {}))
+
+
 @pytest.mark.parametrize("template", ["chatml", "chatml_with_markers"])
 def test_a_template_that_knows_no_tools_is_found_out(
     make_tokenizer: MakeTokenizer, template: str
