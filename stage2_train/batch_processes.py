@@ -9,12 +9,13 @@ which order, is the same.
 import pickle
 import signal
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from io import BytesIO
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +58,9 @@ class Made:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """What went wrong in a process."""
+    """What went wrong, in the place of what it kept from being made."""
 
     error: Exception
-
-
-class ProcessGoneError(RuntimeError):
-    """A process ended before its epoch did: killed from outside, or for want of memory."""
 
 
 class BatchProcesses:
@@ -100,7 +97,7 @@ class BatchProcesses:
         One epoch at a time. Left before its end, the processes end, too.
 
         Raises:
-            Exception: what a process raised while it made the batch whose turn it is.
+            Exception: what planning raised, or a process while it made the batch whose turn it is.
         """
         if not self._running:
             self._running = [
@@ -109,10 +106,9 @@ class BatchProcesses:
             ]
         running, on_damage = self._running, maker.on_damage or _raise
         pin_memory = maker.device.type == "cuda"
-        failures: list[Exception] = []
         feeder = threading.Thread(
             target=_feed,
-            args=(running, Epoch(snapshot_id=snapshot_id, epoch=epoch), planned, failures),
+            args=(running, Epoch(snapshot_id=snapshot_id, epoch=epoch), planned),
             name="batch-windows",
             daemon=True,
         )
@@ -130,10 +126,6 @@ class BatchProcesses:
             for other in range(turn + 1, turn + len(running)):
                 assert running[other % len(running)].take(on_damage=on_damage) is None
             is_whole = True
-        except ProcessGoneError:
-            if failures:
-                raise failures[0] from None
-            raise
         finally:
             if not is_whole:
                 self.close()
@@ -200,7 +192,9 @@ class _Process:
             try:
                 message = self.made.recv()
             except (EOFError, OSError) as error:
-                raise ProcessGoneError("a process that makes batches has died") from error
+                raise RuntimeError(
+                    "a process that makes batches has died: it was killed, or had no memory left"
+                ) from error
             if isinstance(message, DamagedShardError):
                 on_damage(message)
             elif isinstance(message, Failed):
@@ -216,26 +210,32 @@ class _Process:
         return batch
 
 
-def _feed(
-    running: Sequence[_Process],
-    epoch: Epoch,
-    planned: Iterable[Sequence[Window]],
-    failures: list[Exception],
-) -> None:
+def _feed(running: Sequence[_Process], epoch: Epoch, planned: Iterable[Sequence[Window]]) -> None:
     """Tells each process its windows; waits while they have enough, ends when they do."""
-    try:
+    with suppress(OSError):  # A process that has ended is told nothing more.
         for process in running:
             process.windows.send(epoch)
-        for number, of_batch in enumerate(planned):
-            running[number % len(running)].windows.send(list(of_batch))
+        for number, of_batch in enumerate(_as_told(planned)):
+            running[number % len(running)].windows.send(of_batch)
         for process in running:
             process.windows.send(None)
-    except OSError:
-        pass  # They are gone, as who waits for their batches will see.
+
+
+def _as_told(planned: Iterable[Sequence[Window]]) -> Iterator[list[Window] | Failed]:
+    """Gives each batch's windows; an error of planning is told to whose turn it is."""
+    try:
+        for of_batch in planned:
+            yield list(of_batch)
     except Exception as error:
-        failures.append(error)
-        for process in running:
-            process.end()
+        yield Failed(error=picklable(error))
+
+
+def _as_planned(windows: Connection) -> Iterator[list[Window]]:
+    """Gives the windows of each batch of an epoch that a process is told."""
+    while (message := windows.recv()) is not None:
+        if isinstance(message, Failed):
+            raise message.error
+        yield message
 
 
 def _serve(
@@ -259,8 +259,7 @@ def _serve(
             try:
                 store = store or open_store()
                 snapshot = store.snapshot(wanted.snapshot_id)
-                planned = iter(windows.recv, None)
-                for batch in maker.on_host(snapshot, planned, epoch=wanted.epoch):
+                for batch in maker.on_host(snapshot, _as_planned(windows), epoch=wanted.epoch):
                     made.send(write_slot(batch, slots[freed.recv()]))
                 made.send(None)
             except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -349,6 +348,9 @@ def _signals_blocked() -> Iterator[None]:
     """What is started inside never sees these signals; they reach us when it has been started."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
+        # The first process of all would start it, and that ends with signals let through again.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -370,9 +372,14 @@ def _raise(error: DamagedShardError) -> None:
 
 
 def picklable(error: Exception) -> Exception:
-    """The error itself where it can be sent, else one that says the same."""
+    """The error itself where it can be sent, else one that says the same.
+
+    Its traceback, which cannot be sent, goes with it as a note.
+    """
+    note = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(note)
     return error

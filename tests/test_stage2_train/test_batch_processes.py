@@ -118,6 +118,42 @@ def test_damage_is_raised_or_called_back_here(tmp_path, tiny_store, architecture
     assert beside == sorted(error.sequence_id for error in damaged) != []
 
 
+@pytest.mark.parametrize("error", [KeyError("plan"), OSError("the store is gone")])
+def test_an_error_in_the_plan_is_raised_here(shared_store_dir, architecture, error):
+    snapshot = open_store(shared_store_dir).snapshot()
+    _, beside = makers(shared_store_dir, architecture, 2)
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=64)
+
+    def broken():
+        yield planned[0]
+        raise error
+
+    with pytest.raises(type(error), match=error.args[0]) as raised:
+        list(beside.batches(snapshot, broken(), epoch=0))
+    # It has been to another process, and still says where it was raised.
+    assert "in broken" in "".join(raised.value.__notes__)
+    assert beside.processes._running == []
+
+
+FIRST_PROCESS = """
+import signal
+from multiprocessing import get_context
+from stage2_train.batch_processes import _STOP_SIGNALS, _signals_blocked
+
+# The first process that is spawned also starts the tracker of resources.
+with _signals_blocked():
+    pool = get_context("spawn").Pool(1)
+assert pool.apply(signal.pthread_sigmask, (signal.SIG_BLOCK, ())) >= _STOP_SIGNALS
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & _STOP_SIGNALS
+pool.close()
+pool.join()
+"""
+
+
+def test_the_first_process_of_all_is_started_with_signals_blocked(run_script):
+    run_script(FIRST_PROCESS)
+
+
 def test_signals_that_stop_a_training_do_not_reach_them_and_a_death_is_said(
     shared_store_dir, architecture
 ):
@@ -133,17 +169,3 @@ def test_signals_that_stop_a_training_do_not_reach_them_and_a_death_is_said(
     os.kill(process_id, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="has died"):
         list(batches)
-
-
-def test_an_error_in_the_plan_is_raised_here(shared_store_dir, architecture):
-    snapshot = open_store(shared_store_dir).snapshot()
-    _, beside = makers(shared_store_dir, architecture, 2)
-    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=64)
-
-    def broken():
-        yield planned[0]
-        raise KeyError("plan")
-
-    with pytest.raises(KeyError, match="plan"):
-        list(beside.batches(snapshot, broken(), epoch=0))
-    assert beside.processes._running == []
