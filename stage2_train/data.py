@@ -192,7 +192,10 @@ def make_batch_maker(
         device=device,
         copies=copies,
         add_masks=partial(
-            with_masks, architecture=architecture, is_flex_wanted=train.attention == "flex"
+            with_masks,
+            architecture=architecture,
+            # Our own kernels' tiles have room for bf16, and would cut fp32 to TF32.
+            is_flex_wanted=train.attention == "flex" or train.dtype == "float32",
         )
         if device.type == "cuda" and train.attention != "sdpa"
         else None,

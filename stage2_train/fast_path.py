@@ -34,6 +34,8 @@ class FastPath:
 
     context: Callable[..., Any]
     layer: Callable[..., Any]
+    is_flex_wanted: bool = False
+    """Whether masks that a batch lacks must be FlexAttention's."""
 
     def draft(
         self,
@@ -55,7 +57,11 @@ class FastPath:
         architecture, dtype = drafter.architecture, drafter.fc.weight.dtype
         block_size, last = architecture.block_size, architecture.num_hidden_layers - 1
         if batch.masks is None:
-            batch = with_masks(batch, architecture=architecture)
+            batch = with_masks(
+                batch,
+                architecture=architecture,
+                is_flex_wanted=self.is_flex_wanted or dtype == torch.float32,
+            )
         assert batch.masks is not None
         rotations = [
             tuple(part[0] for part in drafter.rotation(positions[None], dtype))

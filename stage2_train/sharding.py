@@ -57,8 +57,7 @@ class ShardedPath(nn.Module):
             ranks: the ranks that share the drafter.
         """
         super().__init__()
-        plain = FastPath(context=context_forward, layer=partial(layer_forward, attend=dense_attend))
-        self.fast_path = plain if fast_path is None else fast_path
+        self.fast_path = plain_path() if fast_path is None else fast_path
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
         self.layers = nn.ModuleList(_Layer(layer, self.fast_path.layer) for layer in drafter.layers)
         # In a tuple, out of the module tree: its layers must not be found twice.
@@ -89,6 +88,12 @@ class ShardedPath(nn.Module):
         sharded = {part.layer: part for part in cast(Sequence[_Layer], self.layers)}
         fast_path = replace(self.fast_path, layer=lambda layer, *inputs: sharded[layer](*inputs))
         return fast_path.draft(self._drafter[0], batch, features, head=head)
+
+
+def plain_path() -> FastPath:
+    """Gives the layers over plain attention, which reads FlexAttention's masks cell by cell."""
+    layer = partial(layer_forward, attend=dense_attend)
+    return FastPath(context=context_forward, layer=layer, is_flex_wanted=True)
 
 
 def dense_attend(

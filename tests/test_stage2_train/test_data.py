@@ -1,12 +1,15 @@
 """What an epoch trains is a pure function of its integers, and growing stores are followed."""
 
+import dataclasses
 import threading
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from stage2_train import data
+from stage2_train import data, masks
+from stage2_train.block_attention import BlockTables
 from stage2_train.config import TrainConfig
 from stage2_train.data import is_complete, make_batch_maker, plan_epoch, trainable, wait_for_store
 from storage.errors import DamagedShardError, StoreNotFoundError
@@ -107,6 +110,23 @@ def test_many_short_sequences_are_read_by_processes_of_their_own_on_a_gpu(archit
 
     assert chosen("cuda", [200, 300]) == data.NUM_PROCESSES > 0
     assert chosen("cuda", [3000, 3072]) == chosen("cuda", []) == chosen("cpu", [200, 300]) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [({}, BlockTables), ({"dtype": "float32"}, BlockMask), ({"attention": "flex"}, BlockMask)],
+)
+def test_own_kernels_are_for_bf16(shared_store_dir, architecture, monkeypatch, settings, kind):
+    monkeypatch.setattr(masks, "has_room", lambda device: True)
+    fitting = dataclasses.replace(architecture, block_size=8, head_dim=16)
+    train = TrainConfig(batch_tokens=128, num_anchors=32, **settings)
+    # Batches are made here; what a GPU's loader would add to them is asked of it.
+    batches = make_batch_maker(train, fitting, torch.device("cpu"))
+    add_masks = make_batch_maker(train, fitting, torch.device("cuda")).add_masks
+    snapshot = open_store(shared_store_dir).snapshot()
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128)
+    batch = add_masks(next(batches.batches(snapshot, planned, epoch=0)))
+    assert all(isinstance(mask, kind) for mask in batch.masks.of_layers)
 
 
 def test_stopping_early_leaves_no_reading_thread(shared_store_dir, architecture):

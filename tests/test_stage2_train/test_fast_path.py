@@ -7,12 +7,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from stage2_train import fast_path as module
+from stage2_train import masks
 from stage2_train.batches import Window
 from stage2_train.blocks import offset_weights
 from stage2_train.collate import PackedBatch, collate
 from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
 from stage2_train.fast_path import make_fast_path
+from stage2_train.sharding import plain_path
 from stage2_train.step import batch_loss
 from stage2_train.target_head import TargetHead, load_target_head
 from storage.reader import open_store
@@ -71,6 +73,20 @@ def test_loss_and_gradients_are_the_plain_ones(architecture, batch, head, change
         results.append([result.row_loss, *(p.grad.clone() for p in drafter.parameters())])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_plain_layers_of_a_sharded_drafter_get_masks_that_they_can_read(
+    architecture, batch, head, monkeypatch
+):
+    # As on a GPU whose own kernels would take this shape.
+    monkeypatch.setattr(masks, "has_room", lambda device: True)
+    monkeypatch.setattr(masks, "suits", lambda **shape: True)
+    drafter = Drafter(architecture).double()
+    found, expected = (
+        batch_loss(drafter, batch, head=head, decoders=DECODERS, chunk_rows=64, fast_path=path)
+        for path in (plain_path(), None)
+    )
+    torch.testing.assert_close(found.row_loss, expected.row_loss)
 
 
 COMPILED = """
