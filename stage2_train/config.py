@@ -82,7 +82,7 @@ class TrainConfig(Settings):
     products (GPUs, CPUs with AMX or AVX512-BF16). Master weights are fp32 always."""
     attention: Literal["sdpa", "flex"] | None = None
     """Attention path: `sdpa` the plain reference; on a GPU `flex` for FlexAttention. None chooses:
-    on a GPU kernels of our own where they take the drafter's shape, else FlexAttention."""
+    on a GPU kernels of our own where they take the drafter's shape in bf16, else FlexAttention."""
     compile: bool | None = None
     """Compile the drafter's layers; None does so on a GPU. Not with `attention = "sdpa"`."""
     fp8: bool | Literal["all"] = False
@@ -132,6 +132,15 @@ class TrainConfig(Settings):
     """Steps between two log lines."""
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
+
+    @model_validator(mode="after")
+    def _fp8_goes_with_bfloat16(self) -> "TrainConfig":
+        if self.fp8 and self.dtype == "float32":
+            raise ValueError(
+                'fp8 products leave in bfloat16: set dtype = "bfloat16" or leave it out, or '
+                "fp8 = false"
+            )
+        return self
 
 
 class DrafterConfig(Settings):

@@ -210,6 +210,9 @@ def use_fp8(model: nn.Module, *, weight_gradients: bool = False) -> None:
     Args:
         model: the model.
         weight_gradients: whether the products that give weight gradients are fp8, too.
+
+    Raises:
+        ValueError: tensor cores cannot take a width.
     """
     # Imported here, for they build on this module.
     from stage2_train.drafter import DrafterMlp
@@ -217,15 +220,20 @@ def use_fp8(model: nn.Module, *, weight_gradients: bool = False) -> None:
 
     for module in model.modules():
         if type(module) is nn.Linear:
-            if module.in_features % SUM_MULTIPLE or module.out_features % SUM_MULTIPLE:
-                raise ValueError(
-                    f"fp8 needs widths divisible by 16, found a linear map of "
-                    f"{module.in_features} to {module.out_features}; set train.fp8 = false"
-                )
+            _check_widths(module.weight, "a linear map")
             module.__class__ = Fp8Linear
             module.has_fp8_weight_gradient = weight_gradients  # type: ignore[assignment]
         elif type(module) is DrafterMlp and weight_gradients:
             module.__class__ = Fp8Mlp
+
+
+def _check_widths(weight: Float[Tensor, "outputs inputs"], name: str) -> None:
+    num_outputs, num_inputs = weight.shape
+    if num_outputs % SUM_MULTIPLE or num_inputs % SUM_MULTIPLE:
+        raise ValueError(
+            f"fp8 needs widths divisible by {SUM_MULTIPLE}, found {name} of {num_inputs} to "
+            f"{num_outputs}; set train.fp8 = false"
+        )
 
 
 @dataclass(frozen=True)
@@ -239,5 +247,10 @@ class FrozenFp8:
 
 
 def freeze_fp8(weight: Float[Tensor, "outputs inputs"]) -> FrozenFp8:
-    """Quantizes a frozen weight both ways."""
+    """Quantizes a frozen weight both ways.
+
+    Raises:
+        ValueError: tensor cores cannot take a width.
+    """
+    _check_widths(weight, "an LM head")
     return FrozenFp8(quantize_rows(weight), quantize_rows(weight.t().contiguous()))

@@ -56,7 +56,8 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
     fast_path = choose_fast_path(run.train.attention, device, is_compiled=is_compiled)
     if run.train.compile and fast_path is None:
         raise ValueError(
-            "train.compile = true needs a GPU and FlexAttention; leave it out to train uncompiled"
+            'train.compile = true needs a GPU, and not train.attention = "sdpa"; leave it out to '
+            "train uncompiled"
         )
     sharded_path = None
     optimizer: MasterAdamW | ShardedAdamW

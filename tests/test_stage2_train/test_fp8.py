@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from stage2_train.config import TrainConfig
 from stage2_train.fp8 import (
     FP8_MAX,
     Fp8Linear,
@@ -117,6 +118,13 @@ def test_names_and_weights_stay():
 def test_odd_widths_are_refused():
     with pytest.raises(ValueError, match="divisible by 16"):
         use_fp8(nn.Linear(20, 32, bias=False))
+    with pytest.raises(ValueError, match="an LM head of 32 to 50"):
+        freeze_fp8(torch.randn(50, 32))
+
+
+def test_fp8_is_refused_in_a_drafter_of_float32():
+    with pytest.raises(ValueError, match="fp8 products leave in bfloat16"):
+        TrainConfig(fp8="all", dtype="float32")
 
 
 def test_a_frozen_weight_serves_both_products():
