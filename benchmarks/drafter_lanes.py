@@ -51,6 +51,12 @@ class BatchShape:
         return self.num_anchors * (self.block_size - 1)
 
     @property
+    def drafted_places(self) -> np.ndarray:
+        """Places of all block tokens but anchors, in order."""
+        every_place = np.arange(self.num_anchors * self.block_size)
+        return every_place[every_place % self.block_size != 0]
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Length of each part of a flat row, in its order."""
         num_queries = self.num_anchors * self.block_size
@@ -85,9 +91,13 @@ def flat_batch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A batch, filled up to its shape with rows that count for nothing, as (numbers, weights).
 
-    Those rows stand at the first block's offset 1 and have no weight.
+    Those rows stand at the places that have no label, and have no weight.
     """
-    missing = shape.num_rows - len(batch.row_index)
+    labelled = batch.row_index.numpy()
+    # Neither at anchors nor twice at a place: compiled layers leave anchors out, and gradients of
+    # rows are written to their places, not added up.
+    unlabelled = np.setdiff1d(shape.drafted_places, labelled)
+    missing = len(unlabelled)
     values = {
         "state_rows": state_rows,
         **{
@@ -96,8 +106,7 @@ def flat_batch(
         },
         "block_token_ids": batch.block_token_ids.numpy(),
         "block_positions": batch.block_positions.numpy(),
-        # Not at an anchor: compiled layers leave anchors out.
-        "row_index": np.pad(batch.row_index.numpy(), (0, missing), constant_values=1),
+        "row_index": np.concatenate((labelled, unlabelled)),
         "row_label": np.pad(batch.row_label.numpy(), (0, missing)),
     }
     numbers = np.concatenate([values[name] for name in shape.sizes]).astype(np.int32)
@@ -138,10 +147,9 @@ def answer_batch(
         mask_token_id=mask_token_id,
     )
     labels = np.where(blocks.weight > 0, blocks.label, NO_LABEL)
-    every_row = np.arange(shape.num_anchors * shape.block_size).reshape(-1, shape.block_size)
     whole = replace(
         batch,
-        row_index=torch.from_numpy(every_row[:, 1:].reshape(-1).copy()),
+        row_index=torch.from_numpy(shape.drafted_places),
         row_label=torch.from_numpy(labels[:, 1:].reshape(-1).copy()),
         row_weight=torch.zeros(shape.num_rows),
     )
@@ -219,8 +227,9 @@ class Lane:
             self.drafter, self.settings.optimizer, device=device, dtype=self.settings.dtype
         )
         self._numbers = torch.zeros(sum(shape.sizes.values()), dtype=torch.int64, device=device)
-        # As in a batch: no row stands at an anchor.
-        shape.parts(self._numbers)["row_index"].fill_(1)
+        # As in a batch.
+        row_index = shape.parts(self._numbers)["row_index"]
+        row_index.copy_(torch.from_numpy(shape.drafted_places))
         self._weights = torch.zeros(shape.num_rows, device=device)
         self._accepted = torch.zeros(shape.num_anchors, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)

@@ -168,13 +168,14 @@ def test_a_step_has_the_product_s_loss_and_gradients(bench: Any, parts: Any) -> 
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_no_row_stands_at_an_anchor(bench: Any, parts: Any) -> None:
-    """Compiled layers leave anchors out, rows that only fill up a batch included."""
+def test_rows_stand_at_different_places_none_of_them_an_anchor(bench: Any, parts: Any) -> None:
+    """What compiled layers ask of all rows, those that only fill up a batch included."""
     batches = bench.data.make_batches(0, 0, 5)
     judged, _ = bench.data.judged_batches(parts.texts, parts.settings)
     for numbers in (*batches.numbers, *judged):
         rows = parts.settings.shape.parts(torch.from_numpy(numbers))["row_index"]
         assert bool((rows % BLOCK != 0).all())
+        assert len(rows.unique()) == len(rows)
     assert bool((batches.weights == 0).any(axis=1).all())
 
 
