@@ -359,7 +359,7 @@ def run_variant(
         f"{prefix}_mfu": (
             flops / sustained / peak,
             "fraction",
-            f"{flops / 1e12:.1f} TFLOP, peak {peak / 1e12:.0f} TFLOP/s",
+            f"{flops / 1e12:.1f} TFLOP, bf16 peak {peak / 1e12:.0f} TFLOP/s",
         ),
         f"{prefix}_memory": (memory, "GiB", "peak allocated"),
         f"{prefix}_compiled": (
