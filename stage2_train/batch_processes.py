@@ -262,9 +262,8 @@ def _serve(
                 for batch in maker.on_host(snapshot, _as_planned(windows), epoch=wanted.epoch):
                     made.send(write_slot(batch, slots[freed.recv()]))
                 made.send(None)
-            except (EOFError, BrokenPipeError, ConnectionResetError):
-                raise
             except Exception as error:
+                # Of a trainer that is gone, too: telling it fails, and ends this process.
                 made.send(Failed(error=picklable(error)))
                 return
 

@@ -118,7 +118,9 @@ def test_damage_is_raised_or_called_back_here(tmp_path, tiny_store, architecture
     assert beside == sorted(error.sequence_id for error in damaged) != []
 
 
-@pytest.mark.parametrize("error", [KeyError("plan"), OSError("the store is gone")])
+@pytest.mark.parametrize(
+    "error", [KeyError("plan"), OSError("the store is gone"), ConnectionResetError("hung up")]
+)
 def test_an_error_in_the_plan_is_raised_here(shared_store_dir, architecture, error):
     snapshot = open_store(shared_store_dir).snapshot()
     _, beside = makers(shared_store_dir, architecture, 2)
