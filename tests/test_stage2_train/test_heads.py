@@ -20,8 +20,8 @@ import torch
 from stage2_train import head_kernels, heads
 from stage2_train.drafter import rotate
 
-# So few programs that each takes several turns.
-head_kernels._NUM_PROGRAMS = 3
+# So few programs that each takes several turns; other scripts may run in this process.
+usual, head_kernels._NUM_PROGRAMS = head_kernels._NUM_PROGRAMS, 3
 device = torch.device(sys.argv[1])
 torch.manual_seed(0)
 for num_tokens, num_heads, head_dim in ((37, 4, 16), (50, 3, 64), (130, 1, 128)):
@@ -40,6 +40,7 @@ for num_tokens, num_heads, head_dim in ((37, 4, 16), (50, 3, 64), (130, 1, 128))
     for exact_part, found, again in zip(wanted, *results, strict=True):
         assert torch.equal(found, again)
         torch.testing.assert_close(found.double(), exact_part, rtol=1e-4, atol=1e-5)
+head_kernels._NUM_PROGRAMS = usual
 """
 
 
