@@ -17,7 +17,7 @@ Values = Float[Tensor, "rows heads _ value_width"]
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types there
-    """Keys and values of one layer; assigning other ones to `keys` and `values` is fine."""
+    """Keys and values of one layer; `hold` puts other ones in their place."""
 
     keys: Tensor
     values: Tensor
@@ -35,6 +35,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
         self.keys = self._with("keys", self.keys, key_states)
         self.values = self._with("values", self.values, value_states)
         return self.keys, self.values
+
+    def hold(self, keys: Keys, values: Values) -> None:
+        """Goes on from other keys and values, and lets the memory of the old ones go at once."""
+        self.keys, self.values, self._buffers = keys, values, {}
 
     def _with(self, name: str, held: Tensor, new: Tensor) -> Tensor:
         num_held = held.shape[2] if held.numel() else 0

@@ -253,9 +253,9 @@ class Slots:
             return
         width = max(self._is_real.shape[1], is_real.shape[1])
         for old, new in zip(self._cache.layers, cache.layers, strict=True):
-            for name in ("keys", "values"):
-                parts = [widened(getattr(layer, name), width, dim=2) for layer in (old, new)]
-                setattr(old, name, torch.cat(parts))
+            keys = [widened(each.keys, width, dim=2) for each in (old, new)]
+            values = [widened(each.values, width, dim=2) for each in (old, new)]
+            old.hold(torch.cat(keys), torch.cat(values))
         parts = [widened(each, width, dim=1) for each in (self._is_real, is_real)]
         self._is_real = torch.cat(parts)
         self._logits = torch.cat([self._logits, logits])
@@ -272,8 +272,7 @@ class Slots:
         self._is_real = self._is_real[chosen, first:]
         self._logits = self._logits[chosen]
         for layer in self._cache.layers:
-            layer.keys = layer.keys[chosen, :, first:]
-            layer.values = layer.values[chosen, :, first:]
+            layer.hold(layer.keys[chosen, :, first:], layer.values[chosen, :, first:])
 
     def _draws(self, prompt_ids: Sequence[int]) -> np.ndarray | None:
         if self._temperature == 0.0:

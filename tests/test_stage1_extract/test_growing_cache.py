@@ -36,7 +36,11 @@ def test_what_is_put_in_its_place_is_gone_on_from(change: Any) -> None:
     for cache in (usual, growing):
         cache.update(*states(5, seed=0), 0)
         layer = cache.layers[0]
-        layer.keys, layer.values = change(layer.keys), change(layer.values)
+        changed = change(layer.keys), change(layer.values)
+        if cache is growing:
+            layer.hold(*changed)
+        else:
+            layer.keys, layer.values = changed
     num_rows = growing.layers[0].keys.shape[0]
     for seed in (1, 2):
         new = states(1, seed=seed, num_rows=num_rows)
@@ -51,3 +55,15 @@ def test_a_token_is_written_behind_the_others_which_stay_where_they_are() -> Non
         keys, _ = cache.update(*states(1, seed=seed), 0)
         places.add(keys.data_ptr())
     assert len(places) == 1
+
+
+def test_what_was_replaced_takes_no_memory_any_more() -> None:
+    """Not until the next token: by then all layers would be there twice."""
+    cache = growing_cache()
+    cache.update(*states(5, seed=0), 0)
+    layer = cache.layers[0]
+    layer.hold(layer.keys[[0, 2]], layer.values[[0, 2]])
+    held = {name: each for name, each in vars(layer).items() if isinstance(each, Tensor)}
+    assert held.keys() == {"keys", "values"}
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in held.values())
+    assert not layer._buffers
