@@ -121,6 +121,9 @@ class BatchMaker:
         )
         with closing(reading):  # type: ignore[type-var]
             last: PackedBatch | None = None
+            # Batches of which all is damaged: their steps are made, and nothing is learned from
+            # them. Those before the first other one wait for what they can be made like.
+            num_waiting = 0
             for windows, sequences in zip(planned, reading, strict=True):
                 if sequences:
                     last = collate(
@@ -137,15 +140,18 @@ class BatchMaker:
                         is_divided_by_blocks=self.is_divided_by_blocks,
                         pin_memory=self.device.type == "cuda",
                     )
+                    yield from itertools.repeat(without_weights(last), num_waiting)
+                    num_waiting = 0
                     yield last
                 elif last is not None:
-                    # All of the batch is damaged: the step is made, and nothing learned from it.
                     yield without_weights(last)
                 else:
-                    raise ValueError(
-                        f"all {len(windows)} sequences of the first batch are damaged; run "
-                        "`store verify`, then `store repair` and `extract`"
-                    )
+                    num_waiting += 1
+            if num_waiting > 0:
+                raise ValueError(
+                    f"all sequences of {num_waiting} batches are damaged; run `store verify`, then "
+                    "`store repair` and `extract`"
+                )
 
 
 def whole_windows(

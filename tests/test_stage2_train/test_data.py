@@ -102,6 +102,38 @@ def test_damaged_sequences_stop_the_drafter_or_are_left_out_and_counted(
     )
 
 
+@pytest.mark.parametrize("lost", [{0}, {0, 1}, {0, 3}, {2}])
+def test_batches_of_which_all_is_damaged_are_steps_without_weight(
+    shared_store_dir, architecture, monkeypatch, lost
+):
+    snapshot = open_store(shared_store_dir).snapshot()
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128)
+    maker = make_batch_maker(
+        TrainConfig(batch_tokens=128, num_anchors=6), architecture, torch.device("cpu")
+    )
+    whole = list(maker.batches(snapshot, planned, epoch=0))
+    read = data.read_ahead
+
+    def read_without(some):
+        return lambda *arguments, **settings: (
+            [] if some is None or number in some else sequences
+            for number, sequences in enumerate(read(*arguments, **settings))
+        )
+
+    monkeypatch.setattr(data, "read_ahead", read_without(lost))
+    found = list(maker.batches(snapshot, planned, epoch=0))
+    assert len(found) == len(whole) > max(lost)
+    for number, (batch, expected) in enumerate(zip(found, whole, strict=True)):
+        assert batch.num_real_tokens == (0 if number in lost else expected.num_real_tokens)
+        if number in lost:
+            assert not batch.row_weight.any()
+        else:
+            assert torch.equal(batch.row_label, expected.row_label)
+    monkeypatch.setattr(data, "read_ahead", read_without(None))
+    with pytest.raises(ValueError, match="store verify"):
+        list(maker.batches(snapshot, planned, epoch=0))
+
+
 def test_many_short_sequences_are_read_by_processes_of_their_own_on_a_gpu(architecture):
     def chosen(device, lengths):
         train = TrainConfig(batch_tokens=4096, attention="sdpa")
