@@ -5,31 +5,40 @@ rules by which its model splits text (digits one by one, for example), so the to
 are taken where they lie beside the GGUF.
 """
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
 
 from stage1_extract.embedded import cache_dir, publish, scratch_dir
+from stage1_extract.target_identity import TOKENIZER_FILES
 
 SUFFIX = ".gguf"
 TOKENIZER_FILE = "tokenizer.json"
+_FILES_BESIDE = (*TOKENIZER_FILES, "chat_template.jinja", "chat_template.json")
 CONVERSION_VERSION = 1
 """Raise it whenever the converted files change, so that cached folders are made anew."""
+
+
+def gguf_sources(path: Path) -> list[Path]:
+    """The files that decide a conversion: the GGUF and its tokenizer's and template's beside it."""
+    beside = (path.with_name(name) for name in _FILES_BESIDE)
+    return [path, *(each for each in beside if each.is_file())]
 
 
 def gguf_target_dir(path: Path) -> Path:
     """Folder with a GGUF file's weights (dequantised, bf16), configuration and tokenizer.
 
-    Kept in the cache folder under the file's name, its size and time of change, and those of the
-    tokenizer beside it.
+    Kept in the cache folder under the file's name and a digest of the sizes and times of change of
+    its `gguf_sources`.
 
     Raises:
         ValueError: transformers cannot read the file's architecture.
     """
-    sources = [each for each in (path, path.with_name(TOKENIZER_FILE)) if each.is_file()]
-    states = (each.stat() for each in sources)
-    marks = "-".join(f"{state.st_size}-{state.st_mtime_ns}" for state in states)
-    folder = cache_dir() / "targets" / f"{path.stem}-{marks}-v{CONVERSION_VERSION}"
+    states = [(each.name, each.stat()) for each in gguf_sources(path)]
+    marks = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+    digest = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
+    folder = cache_dir() / "targets" / f"{path.stem}-{digest}-v{CONVERSION_VERSION}"
     if not folder.is_dir():
         with scratch_dir(folder.parent) as scratch:
             convert(path, scratch / "folder")

@@ -15,7 +15,7 @@ from typing import Any
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversation_files import files_of
 from stage1_extract.embedded import is_embedded
-from stage1_extract.gguf_target import TOKENIZER_FILE
+from stage1_extract.gguf_target import gguf_sources
 from storage.commits import tombstoned_units
 from storage.errors import StoreError
 from storage.files import replace_whole
@@ -91,7 +91,7 @@ def _target_files(target: Path) -> list[Path]:
     if target.is_dir():
         return [Path(each.path) for each in os.scandir(target) if each.is_file()]
     if target.is_file():
-        return [each for each in (target, target.with_name(TOKENIZER_FILE)) if each.is_file()]
+        return gguf_sources(target)
     raise ValueError(f"{target} is neither a folder nor a file")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from stage1_extract.embedded import cache_dir
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -44,7 +44,7 @@ def weights_id(folder: str | Path) -> str:
 def tokenizer_sha256(folder: str | Path) -> str:
     """One hash over the tokenizer's files."""
     folder = Path(folder)
-    return _sha256_of_files(path for name in _TOKENIZER_FILES if (path := folder / name).is_file())
+    return _sha256_of_files(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
 
 
 def _sha256_of_files(paths: Iterable[Path]) -> str:

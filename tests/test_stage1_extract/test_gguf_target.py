@@ -55,8 +55,9 @@ def test_weights_and_tokens_are_those_of_the_embedded_targets_own_conversion(
     assert Path(resolve_target(config)) == folder
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_tokenizer_put_beside_it_later_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Who saw the warning and added the file must not get the earlier conversion again."""
     made: list[Path] = []
@@ -71,9 +72,11 @@ def test_a_tokenizer_put_beside_it_later_is_taken(
     path.write_bytes(b"weights")
     first = gguf_target_dir(path)
     assert gguf_target_dir(path) == first
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert gguf_target_dir(path) != first
-    assert len(made) == 2
+    (tmp_path / name).write_text("{}")
+    second = gguf_target_dir(path)
+    (tmp_path / name).write_text("{ }")
+    assert len({first, second, gguf_target_dir(path)}) == 3
+    assert len(made) == 3
 
 
 def test_a_file_that_transformers_cannot_read_is_one_clear_line(
