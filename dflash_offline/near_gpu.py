@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 GPUS_DIR = Path("/proc/driver/nvidia/gpus")
-"""The driver's folder of GPUs, named by their places on the PCI bus, which is CUDA's order too."""
+"""The driver's folder of GPUs, named by their places on the PCI bus: CUDA's order where all are of
+one kind."""
 PCI_DIR = Path("/sys/bus/pci/devices")
 MAX_COMPILE_PROCESSES = 8
 
@@ -42,7 +43,8 @@ def near_cores(
     """The cores next to some GPUs, of those that this process may use.
 
     All of these without a GPU, where nothing is known of one, or where the process has been kept
-    away from every near core on purpose.
+    away from every near core on purpose. In a Slurm job, too: a number counts the job's own GPUs
+    there, and Slurm has chosen the cores.
 
     Args:
         devices: names as in CUDA_VISIBLE_DEVICES: numbers, or ids that begin with `GPU-`.
@@ -51,6 +53,8 @@ def near_cores(
     """
     allowed = usable_cores()
     near: set[int] = set()
+    if "SLURM_JOB_ID" in os.environ and any(device.isdigit() for device in devices):
+        return allowed
     for device in devices:
         place = pci_place(device, gpus_dir)
         path = pci_dir / place / "local_cpulist" if place is not None else None

@@ -24,6 +24,7 @@ def two_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Pa
         cpulist.parent.mkdir(parents=True)
         cpulist.write_text(cores)
     monkeypatch.setattr(near_gpu, "usable_cores", lambda: set(range(8)))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return {"gpus_dir": tmp_path / "gpus", "pci_dir": tmp_path / "pci"}
 
 
@@ -47,6 +48,12 @@ def test_a_process_kept_on_the_other_socket_stays_there(two_sockets, monkeypatch
     monkeypatch.setattr(near_gpu, "usable_cores", lambda: {6, 7})
     assert near_cores(["0"], **two_sockets) == {6, 7}
     assert near_cores(["1"], **two_sockets) == {6, 7}
+
+
+def test_in_a_slurm_job_a_number_tells_nothing_of_the_machine(two_sockets, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert near_cores(["1"], **two_sockets) == set(range(8))
+    assert near_cores(["GPU-1abc"], **two_sockets) == {4, 5, 6, 7}
 
 
 def test_nothing_changes_where_nothing_is_known(tmp_path):
