@@ -181,12 +181,14 @@ def main() -> None:
     found = measure_products(shape, arguments.anchors * shape.block_size, device)
     if not arguments.no_gradients:
         found |= measure_gradients(shape, arguments, device)
-    if arguments.no_record:
-        for name, (value, unit, note) in found.items():
-            print(f"{name:<36} {value:>10.4g} {unit:<9} {note}")
-        return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    record("fp8 products", found, device=name, packages=("torch", "triton"))
+    record(
+        "fp8 products",
+        found,
+        device=name,
+        packages=("torch", "triton"),
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

@@ -227,12 +227,14 @@ def main() -> None:
     if not found:
         raise SystemExit("no seed was through in time; give more with --budget-s")
     figures = summarize(found)
-    if arguments.no_record:
-        for name, (value, unit, note) in figures.items():
-            print(f"{name:<42} {value:>8.4g} {unit:<9} {note}")
-        return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    record("fp8 products against bf16 ones", figures, device=device, packages=("torch", "triton"))
+    record(
+        "fp8 products against bf16 ones",
+        figures,
+        device=device,
+        packages=("torch", "triton"),
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

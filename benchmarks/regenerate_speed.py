@@ -95,10 +95,6 @@ def main() -> None:
             "float32; ties broken by rounding differ",
         ),
     }
-    if arguments.no_record:
-        for name, (value, unit, about) in figures.items():
-            print(f"{name:<34} {value:>10.4g} {unit:<6} {about}")
-        return
     about_device = (
         torch.cuda.get_device_name(0)
         if device == "cuda"
@@ -110,6 +106,7 @@ def main() -> None:
         figures,
         device=about_device,
         packages=packages,
+        only_print=arguments.no_record,
     )
 
 

@@ -66,8 +66,9 @@ def record(
     device: str,
     packages: Iterable[str] = ("numpy", "zarr", "torch"),
     measured: Mapping[str, Any] | None = None,
+    only_print: bool = False,
 ) -> None:
-    """Appends one run: a table under a heading, and one JSON line a figure.
+    """Prints one run as a table under a heading, and appends it and one JSON line a figure.
 
     Args:
         title: what was measured.
@@ -75,17 +76,20 @@ def record(
         device: what it ran on, in words.
         packages: whose versions matter.
         measured: `provenance` of an earlier run elsewhere; None takes that of now.
+        only_print: whether nothing is appended.
     """
     common = {"device": device, **(provenance(packages) if measured is None else measured)}
-    with (HERE / "results.jsonl").open("a") as lines:
-        for name, (value, unit, note) in figures.items():
-            line = {"name": name, "value": value, "unit": unit, **common, "note": note}
-            lines.write(json.dumps(line) + "\n")
     rows = [f"| {n} | {v:.4g} | {u} | {note} |" for n, (v, u, note) in figures.items()]
     head = ["| figure | value | unit | note |", "|---|---|---|---|"]
     versions = ", ".join(f"{name} {number}" for name, number in common["versions"].items())
     about = f"{common['date']}, {device}, commit {common['commit']}, {versions}"
     text = "\n".join([f"## {title}", "", f"{about}; `{common['command']}`", "", *head, *rows, ""])
     print(text)
+    if only_print:
+        return
+    with (HERE / "results.jsonl").open("a") as lines:
+        for name, (value, unit, note) in figures.items():
+            line = {"name": name, "value": value, "unit": unit, **common, "note": note}
+            lines.write(json.dumps(line) + "\n")
     with (HERE / "RESULTS.md").open("a") as page:
         page.write(text + "\n")

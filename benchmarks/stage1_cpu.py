@@ -196,13 +196,15 @@ def main() -> None:
             figures |= measure_resume(scratch, num_sequences=sizes[-1])
         if arguments.only in (None, "workers"):
             figures |= measure_workers(scratch, num_sequences=60 if arguments.quick else 600)
-    if arguments.no_record:
-        for name, (value, unit, note) in figures.items():
-            print(f"{name:<36} {value:>10.4g} {unit:<6} {note}")
-        return
     device = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     packages = ("numpy", "torch", "transformers")
-    record("Stage 1 on a CPU", figures, device=device, packages=packages)
+    record(
+        "Stage 1 on a CPU",
+        figures,
+        device=device,
+        packages=packages,
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

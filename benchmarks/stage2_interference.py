@@ -285,12 +285,14 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     figures |= threads_figures(arguments)
-    if arguments.no_record:
-        for name, (value, unit, note) in figures.items():
-            print(f"{name:<42} {value:>9.4g} {unit:<9} {note}")
-        return
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    record("Drafters beside each other", figures, device=device, packages=("torch", "triton"))
+    record(
+        "Drafters beside each other",
+        figures,
+        device=device,
+        packages=("torch", "triton"),
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

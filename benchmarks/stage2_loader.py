@@ -278,13 +278,15 @@ def main() -> None:
         finally:
             shutil.rmtree(scratch)
     found |= worst_of(found)
-    if arguments.no_record:
-        for name, (value, unit, note) in found.items():
-            print(f"{name:<58} {value:>10.4g} {unit:<9} {note}")
-        return
     is_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name(0) if is_gpu else "CPU"
-    record("Training from a store on disk", found, device=device, packages=("torch", "triton"))
+    record(
+        "Training from a store on disk",
+        found,
+        device=device,
+        packages=("torch", "triton"),
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

@@ -122,15 +122,12 @@ def main() -> None:
             "to take a batch of the plan",
         )
     figures["stage2_plan_plain_packing"] = (plain_s() * 1e6, "us", "a sequence, packed plainly")
-    if arguments.no_record:
-        for name, (value, unit, note) in figures.items():
-            print(f"{name:<44} {value:>10.4g} {unit:<4} {note}")
-        return
     record(
         "Planning an epoch",
         figures,
         device=f"CPU, {os.cpu_count()} cores",
         packages=("numpy",),
+        only_print=arguments.no_record,
     )
 
 

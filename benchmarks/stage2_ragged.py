@@ -139,12 +139,14 @@ def main() -> None:
         found = measure(arguments, scratch)
     finally:
         shutil.rmtree(scratch)
-    if arguments.no_record:
-        for name, (value, unit, note) in found.items():
-            print(f"{name:<36} {value:>10.4g} {unit:<9} {note}")
-        return
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    record("Uneven lengths", found, device=device, packages=("torch", "triton"))
+    record(
+        "Uneven lengths",
+        found,
+        device=device,
+        packages=("torch", "triton"),
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

@@ -154,12 +154,14 @@ def main() -> None:
         figures = measure(arguments, folder)
     finally:
         shutil.rmtree(folder)
-    if arguments.no_record:
-        for name, (value, unit, note) in figures.items():
-            print(f"{name:<44} {value:>9.4g} {unit:<9} {note}")
-        return
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    record("Several GPUs for one drafter", figures, device=device, packages=("torch", "triton"))
+    record(
+        "Several GPUs for one drafter",
+        figures,
+        device=device,
+        packages=("torch", "triton"),
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

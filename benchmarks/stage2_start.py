@@ -113,12 +113,14 @@ def main() -> None:
         figures = measure(arguments, folder)
     finally:
         shutil.rmtree(folder)
-    if arguments.no_record:
-        for name, (value, unit, note) in figures.items():
-            print(f"{name:<26} {value:>8.4g} {unit:<4} {note}")
-        return
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    record("From start to the first step", figures, device=device, packages=("torch", "triton"))
+    record(
+        "From start to the first step",
+        figures,
+        device=device,
+        packages=("torch", "triton"),
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

@@ -438,11 +438,13 @@ def main() -> None:
     figures: dict[str, tuple[float, str, str]] = {}
     for variant in arguments.variants.split(","):
         figures |= run_variant(shape, variant, arguments, device, reference, peak)
-    if arguments.no_record:
-        for figure, (value, unit, note) in figures.items():
-            print(f"{figure:<40} {value:>12.4g} {unit:<9} {note}")
-        return
-    record("One training step of stage 2", figures, device=name, packages=PACKAGES)
+    record(
+        "One training step of stage 2",
+        figures,
+        device=name,
+        packages=PACKAGES,
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

@@ -223,12 +223,12 @@ def main() -> None:
         figures |= measure_folded(num_shards, arguments.scratch)
     if "store_open_folded_36000_shards_s" in figures:
         figures["store_open_1m_sequences_s"] = figures["store_open_folded_36000_shards_s"]
-    if arguments.no_record:
-        print(
-            "\n".join(f"{name:45s} {v:.3f} {u}  {note}" for name, (v, u, note) in figures.items())
-        )
-        return
-    record("Opening a store", figures, device=f"{os.cpu_count()} CPU cores, warm page cache")
+    record(
+        "Opening a store",
+        figures,
+        device=f"{os.cpu_count()} CPU cores, warm page cache",
+        only_print=arguments.no_record,
+    )
 
 
 def measure_unfolded(num_shards: int, scratch: str) -> Figures:

@@ -125,11 +125,14 @@ def main() -> None:
                 figures[f"store_order_window_{name}_distance"] = (distance, "1", "1 is mixed")
     for name, values in rates.items():
         figures[f"store_order_window_{name}_mb_s"] = (statistics.median(values), "MB/s", "")
-    if arguments.no_record:
-        print("\n".join(f"{name:50s} {v:9.3f} {u}  {n}" for name, (v, u, n) in figures.items()))
-        return
     title = f"Shuffle windows: {arguments.shards} shards"
-    record(title, figures, device=arguments.device, packages=("numpy", "zarr"))
+    record(
+        title,
+        figures,
+        device=arguments.device,
+        packages=("numpy", "zarr"),
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

@@ -254,11 +254,14 @@ def main() -> None:
         for name, value in measure(bench, arguments.rounds):
             rates.setdefault(name, []).append(value)
     figures = summarize(rates)
-    if arguments.no_record:
-        print("\n".join(f"{name:45s} {v:9.3f} {u}  {n}" for name, (v, u, n) in figures.items()))
-        return
     packages = ("numpy", "zarr", "safetensors", "crc32c")
-    record("Reading and writing the store", figures, device=arguments.device, packages=packages)
+    record(
+        "Reading and writing the store",
+        figures,
+        device=arguments.device,
+        packages=packages,
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":
