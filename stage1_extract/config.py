@@ -66,8 +66,8 @@ class StoreConfig(Settings):
     also have channel scales, calibrated before the workers start. docs/encodings.md compares. With
     `int4` and fewer bits `lm_head_input` is kept in `int8`."""
     packing: Literal["zstd"] | None = None
-    """Also pack the encoded states without loss: bf16 to 0.7 of its bytes, fp8 and int8 to 0.9, the
-    others hardly. A reading thread gives 0.9 to 1.6 GB/s of states, a writing one 0.7 to 1.0."""
+    """Also pack the encoded states without loss: bf16 to 0.7 of its bytes, fp8 to 0.83, int8 to
+    0.9, the others hardly. A thread reads 0.9 to 1.6 GB/s of states and writes 0.7 to 1.0."""
     calibration_tokens: int = Field(default=16_384, ge=256)
     """Tokens of a random sample of the conversations from which channel scales are taken."""
     num_layers: int = Field(default=5, ge=1)
