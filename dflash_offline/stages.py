@@ -63,7 +63,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
 
     run_dir = _start_run(config)
     places, num_workers = worker_places(config)
-    store = prepare_store(run)
+    store = prepare_store(run, fewest_units=num_workers)
     units = store.units()
     open_units = sorted(set(units) - store.committed())
 

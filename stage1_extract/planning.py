@@ -32,7 +32,9 @@ from storage.writer import WritableStore, create_store
 _SAMPLED_CONVERSATIONS = 256
 
 
-def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
+def prepare_store(
+    run: ExtractRun, *, is_worker: bool = False, fewest_units: int = 1
+) -> WritableStore:
     """Makes the store with identity, layer records and plan, or brings an existing one up to date.
 
     Idempotent, and safe when several processes call it at once. Loads no weights, but to calibrate
@@ -42,6 +44,8 @@ def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
         run: The run's settings.
         is_worker: Whether others may be filling the store already: then room on the disk is asked
             for only where new conversations are planned.
+        fewest_units: How many units new conversations are planned in at least, if there are so many
+            of them: one a worker, for two that have one unit between them compute it twice.
 
     Raises:
         ValueError: The target, the data or a setting is unusable, or there is no room.
@@ -64,7 +68,8 @@ def prepare_store(run: ExtractRun, *, is_worker: bool = False) -> WritableStore:
     sample = calibration_sequences(run, conversations, tokenizer, vocab_size=config.vocab_size)
     record_layers(store, shape, lambda: calibrate(run, sample, layers=shape.layers))
     if new_ids:
-        store.plan_generation(new_ids, num_units=num_shards(new_tokens, shape))
+        num_units = max(num_shards(new_tokens, shape), min(fewest_units, len(new_ids)))
+        store.plan_generation(new_ids, num_units=num_units)
     return store
 
 

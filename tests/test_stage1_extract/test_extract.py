@@ -96,6 +96,18 @@ def test_the_store_does_not_depend_on_the_workers(make_run: MakeRun) -> None:
     assert extract_all(one) == extract_all(make_run(place="three"), num_workers=3)
 
 
+def test_every_worker_finds_a_unit_of_its_own(make_run: MakeRun) -> None:
+    def one_shard(place: str) -> ExtractRun:
+        run = make_run(place=place)
+        return run.model_copy(update={"store": run.store.model_copy(update={"shard_bytes": 10**9})})
+
+    alone, shared = one_shard("alone"), one_shard("shared")
+    assert len(prepare_store(alone).units()) == 1
+    assert len(prepare_store(shared, fewest_units=3).units()) == 3
+    assert len(prepare_store(shared, fewest_units=5).units()) == 3  # Nothing is new.
+    assert extract_all(shared, num_workers=3) == extract_all(alone)
+
+
 @pytest.mark.parametrize("num_batches", [0, 3, 7])
 def test_resumed_after_sigkill_equals_uninterrupted(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, num_batches: int
