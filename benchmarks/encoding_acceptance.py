@@ -44,7 +44,7 @@ from acceptance_states import resident_states
 from acceptance_table import CONTROL, Outcomes, Suites, print_table
 from drafter_lanes import BatchShape, FlatBatches, Lane, LaneSettings, walked_lengths
 from encoding_round_trips import check_round_trips
-from results import provenance, record
+from results import device_name, provenance, record
 
 from stage2_train.architecture import DrafterArchitecture
 from stage2_train.blocks import eligible_anchors
@@ -315,11 +315,6 @@ def run_seed(
     return time.time() - start_s
 
 
-def device_name() -> str:
-    """The device in words."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
 def write_layers(
     arguments: argparse.Namespace,
     laboratory: Laboratory,
@@ -380,6 +375,24 @@ def _mean(suites: Suites) -> float:
 # --- the command --------------------------------------------------------------------------------
 
 
+def add_training_arguments(
+    parser: argparse.ArgumentParser, *, num_seeds: int, num_steps: int, budget_s: float
+) -> None:
+    """Adds what says how drafters are trained side by side, and on what."""
+    parser.add_argument("store", help="a store in bf16")
+    parser.add_argument("--seeds", type=int, default=num_seeds, help="how many")
+    parser.add_argument("--steps", type=int, default=num_steps)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--anchors", type=int, default=512)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--mask-token-id", type=int)
+    parser.add_argument("--trained", default="math", help="first part of the ids to train on")
+    parser.add_argument("--processes", type=int, default=6, help="that make batches")
+    parser.add_argument("--budget-s", type=float, default=budget_s)
+    parser.add_argument("--probe", action="store_true", help="a store of random states: judge some")
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -391,23 +404,12 @@ def parse_arguments() -> argparse.Namespace:
     lines.add_argument("--answers-trained", type=int, default=10**9, help="at most so many")
     lines.add_argument("--held-out", type=int, default=600, help="prompts held out")
     train = commands.add_parser("train", help="train and judge, seed after seed")
-    train.add_argument("store", help="a store in bf16")
     train.add_argument("--out", type=Path, default=Path("acceptance.jsonl"))
     train.add_argument("--encodings", default=DEFAULT_ENCODINGS)
-    train.add_argument("--seeds", type=int, default=8, help="how many")
     train.add_argument("--first-seed", type=int, default=0)
     train.add_argument("--seed-step", type=int, default=1)
-    train.add_argument("--steps", type=int, default=2000)
-    train.add_argument("--batch-tokens", type=int, default=4096)
-    train.add_argument("--anchors", type=int, default=512)
-    train.add_argument("--block-size", type=int, default=16)
-    train.add_argument("--learning-rate", type=float, default=1.5e-3)
-    train.add_argument("--mask-token-id", type=int)
-    train.add_argument("--trained", default="math", help="first part of the ids to train on")
-    train.add_argument("--processes", type=int, default=6, help="that make batches")
-    train.add_argument("--budget-s", type=float, default=400.0)
     train.add_argument("--by-layer", help="after the first seed: bf16's drafter, one layer in this")
-    train.add_argument("--probe", action="store_true", help="a store of random states: judge some")
+    add_training_arguments(train, num_seeds=8, num_steps=2000, budget_s=400.0)
     shown = commands.add_parser("table", help="the table of what was trained")
     shown.add_argument("rows", type=Path, nargs="+")
     shown.add_argument("--hidden-size", type=int, default=576)

@@ -26,8 +26,14 @@ import torch
 from acceptance_data import keep, read_states, read_texts
 from acceptance_table import CONTROL, mean_ratio
 from drafter_lanes import Lane
-from encoding_acceptance import Laboratory, make_laboratory, settings_of, start_batches
-from results import record
+from encoding_acceptance import (
+    Laboratory,
+    add_training_arguments,
+    make_laboratory,
+    settings_of,
+    start_batches,
+)
+from results import device_name, record
 from torch import Tensor
 
 from stage2_train.fp8 import freeze_fp8, use_fp8
@@ -99,7 +105,7 @@ def run(arguments: argparse.Namespace) -> list[Outcome]:
     # Started before the GPU is touched: forked processes share the texts and need no GPU.
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(arguments.processes, mp_context=fork) as pool:
-        ahead = {seed: start_batches(pool, seed, arguments.steps) for seed in (0,)}
+        ahead = {0: start_batches(pool, 0, arguments.steps)}
         layers = [str(layer_id) for layer_id in architecture.target_layer_ids]
         host = read_states(snapshot, texts, order, layers)
         judges = make_laboratory(
@@ -208,30 +214,18 @@ def summarize(found: Sequence[Outcome]) -> dict[str, tuple[float, str, str]]:
 def main() -> None:
     """Trains, walks, prints, records."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("store", help="a store in bf16")
     parser.add_argument("--forms", default=",".join(FORMS), help="of fp8 and fp8_all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--anchors", type=int, default=512)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
-    parser.add_argument("--mask-token-id", type=int)
-    parser.add_argument("--trained", default="math", help="first part of the ids to train on")
-    parser.add_argument("--processes", type=int, default=6, help="that make batches")
-    parser.add_argument("--budget-s", type=float, default=300.0)
-    parser.add_argument("--probe", action="store_true", help="a store of random states: judge some")
+    add_training_arguments(parser, num_seeds=3, num_steps=900, budget_s=300.0)
     parser.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
     found = run(arguments)
     if not found:
         raise SystemExit("no seed was through in time; give more with --budget-s")
     figures = summarize(found)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     record(
         "fp8 products against bf16 ones",
         figures,
-        device=device,
+        device=device_name(),
         packages=("torch", "triton"),
         only_print=arguments.no_record,
     )

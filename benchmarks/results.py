@@ -59,6 +59,14 @@ def provenance(packages: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def device_name() -> str:
+    """What torch computes on here, in words."""
+    # Imported here: most of what is measured on the store needs no torch.
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
 def record(
     title: str,
     figures: Mapping[str, tuple[float, str, str]],

@@ -21,8 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from results import record
+from results import device_name, record
 
 ROOT = Path(__file__).parents[1]
 Figures = dict[str, tuple[float, str, str]]
@@ -285,11 +284,10 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     figures |= threads_figures(arguments)
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     record(
         "Drafters beside each other",
         figures,
-        device=device,
+        device=device_name(),
         packages=("torch", "triton"),
         only_print=arguments.no_record,
     )

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from results import record
+from results import device_name, record
 from shapes import SHAPES
 from synthetic_store import make_store
 
@@ -278,12 +278,10 @@ def main() -> None:
         finally:
             shutil.rmtree(scratch)
     found |= worst_of(found)
-    is_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name(0) if is_gpu else "CPU"
     record(
         "Training from a store on disk",
         found,
-        device=device,
+        device=device_name(),
         packages=("torch", "triton"),
         only_print=arguments.no_record,
     )

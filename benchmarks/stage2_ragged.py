@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
-from results import record
+from results import device_name, record
 from shapes import SHAPES
 from synthetic_store import make_store
 
@@ -139,11 +138,10 @@ def main() -> None:
         found = measure(arguments, scratch)
     finally:
         shutil.rmtree(scratch)
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     record(
         "Uneven lengths",
         found,
-        device=device,
+        device=device_name(),
         packages=("torch", "triton"),
         only_print=arguments.no_record,
     )

@@ -21,7 +21,7 @@ from typing import Any
 
 import tomli_w
 import torch
-from results import record
+from results import device_name, record
 from shapes import SHAPES
 from synthetic_store import make_store
 
@@ -113,11 +113,10 @@ def main() -> None:
         figures = measure(arguments, folder)
     finally:
         shutil.rmtree(folder)
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     record(
         "From start to the first step",
         figures,
-        device=device,
+        device=device_name(),
         packages=("torch", "triton"),
         only_print=arguments.no_record,
     )
