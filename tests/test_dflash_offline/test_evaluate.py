@@ -9,8 +9,7 @@ import pytest
 
 from dflash_offline import evaluate as evaluate_module
 from dflash_offline.config import drafter_run
-from dflash_offline.evaluate import compare, evaluate, is_training_done, open_bench
-from dflash_offline.speculate import Generation
+from dflash_offline.evaluate import evaluate, is_training_done
 from stage2_train.checkpoint import best_checkpoint, latest_checkpoint, list_checkpoints
 from stage2_train.export import export_official
 
@@ -79,19 +78,6 @@ def test_a_folder_that_is_no_drafter_is_refused_before_anything_is_decoded(
         evaluate(run, drafter_names=(), folder=tmp_path / "absent", watch=False)
 
 
-def test_several_turns_are_several_requests(run, tmp_path):
-    path = tmp_path / "turns.jsonl"
-    turns = [{"role": "user", "content": text} for text in ("Hi", "And?")]
-    path.write_text(json.dumps({"messages": turns}))
-    bench = open_bench(changed(run, suites=(str(path),)))
-    reference = bench.references[0]
-    first, second = reference.prompts
-    assert second[: len(first)] == first
-    tokenizer = bench.target.tokenizer
-    answer = tokenizer.decode(reference.plain.generations[0].token_ids, skip_special_tokens=True)
-    assert answer in tokenizer.decode(second)
-
-
 def test_another_target_is_refused(run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run.target.model, other)
@@ -106,19 +92,3 @@ def test_a_drafter_without_checkpoints_is_named(run):
     shutil.rmtree(drafter_run(run, "small").drafter_dir)
     with pytest.raises(ValueError, match="no checkpoint; train drafter small first"):
         evaluate(run, drafter_names=(), folder=None, watch=False)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "margins", "verdict"),
-    [
-        ([1, 2, 3], [1.0, 1.0, 1.0], "equals"),
-        ([1, 9, 3], [1.0, 0.01, 1.0], "tie"),
-        ([1, 9, 3], [1.0, 0.05, 0.01], "differs"),
-        ([1, 2], [1.0, 0.0, 0.0], "differs"),
-        ([1, 2, 3, 4], [0.0, 0.0, 0.0], "differs"),
-    ],
-)
-def test_only_a_small_margin_makes_a_tie(token_ids, margins, verdict):
-    alone = Generation(token_ids=[1, 2, 3], acceptance_lengths=[1, 1], top2_margins=margins)
-    other = Generation(token_ids=token_ids, acceptance_lengths=[], top2_margins=[])
-    assert compare(alone, other, tie_margin=0.02) == verdict
