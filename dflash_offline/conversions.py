@@ -7,7 +7,8 @@ from typing import Any
 from rich.progress import Progress
 
 from dflash_offline.config import RunConfig, extract_run, store_dir_of
-from dflash_offline.convert import ImportReport, ImportSettings, export_store, import_cache
+from dflash_offline.export_states import export_store
+from dflash_offline.import_cache import ImportReport, ImportSettings, import_cache
 from stage1_extract.failures import judge_extraction
 from storage.verify import verify_store
 from storage.writer import open_for_writing

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from dflash_offline.cli import main
 from dflash_offline.config import RunConfig, extract_run
-from dflash_offline.convert import ImportSettings, export_store, import_cache
 from dflash_offline.foreign_caches import load_tensors, open_cache, tell_layout
+from dflash_offline.import_cache import ImportSettings, import_cache
 from stage1_extract.target import load_target
 from storage.reader import open_store
 
@@ -303,23 +303,6 @@ def test_a_folder_without_a_cache_is_refused(tmp_path: Path) -> None:
         tell_layout(tmp_path)
     with pytest.raises(ValueError, match="is no folder"):
         open_cache(tmp_path / "no", layout=None, hidden_size=8, num_target_layers=3)
-
-
-def test_an_export_is_read_by_safetensors_alone(tiny_run: RunConfig, tmp_path: Path) -> None:
-    place = str(extract_run(tiny_run).store_dir)
-    store = open_store(place)
-    snapshot = store.snapshot()
-    assert export_store(place, tmp_path / "out", layers=["1"]) == snapshot.num_sequences
-    assert export_store(place, tmp_path / "out", layers=["1"]) == 0
-    with pytest.raises(ValueError, match="other layers or another store"):
-        export_store(place, tmp_path / "out", layers=["0", "1"])
-    name = snapshot.sequence_id(3)
-    tensors = load_file(tmp_path / "out" / f"{name}.safetensors")
-    expected = store.sequence(name).hidden_states(layers=["1"])
-    np.testing.assert_array_equal(tensors["hidden_states"].float().numpy(), expected)
-    token_ids, loss_mask = snapshot.read_tokens(3)
-    assert tensors["token_ids"].tolist() == token_ids.tolist()
-    assert tensors["loss_mask"].tolist() == loss_mask.astype(int).tolist()
 
 
 def test_the_commands_say_what_the_cache_lacked(
