@@ -20,7 +20,8 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
         f"loss {record['loss']:.3f} acc {offsets} "
         f"sim {record['simulated_acceptance_length']:.2f} | "
         f"{thousands(record['tokens_per_s'])} tok/s "
-        f"{thousands(record['block_tokens_per_s'])} block tok/s | "
+        f"{thousands(record['block_tokens_per_s'])} block tok/s, "
+        f"{count_words(record['num_tokens_seen'])} tokens seen | "
         f"{execution_words(record)} | wait {record['wait_fraction']:.1%} "
         f"copy {record['copy_fraction']:.1%} compute {record['compute_fraction']:.1%} "
         f"read {byte_rate(record['read_bytes_per_s'])}"
@@ -96,6 +97,14 @@ def validation_line(step: int, validation: Mapping[str, Any]) -> str:
 def thousands(value: float) -> str:
     """Gives a rate in few characters."""
     return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+
+
+def count_words(count: int) -> str:
+    """Gives a count in few characters: 950, 12.3 K, 4.6 M, 1.2 B."""
+    for size, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:.1f} {name}"
+    return str(count)
 
 
 def byte_rate(bytes_per_s: float) -> str:

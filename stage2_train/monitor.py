@@ -130,6 +130,7 @@ class Monitor:
         step: int,
         total_steps: int,
         epoch: int,
+        num_tokens_seen: int,
         learning_rate: float,
         gradient_norm: Tensor,
         evidence: Mapping[str, Any],
@@ -151,7 +152,9 @@ class Monitor:
         record |= {
             "kind": "train",
             "step": step,
+            "total_steps": total_steps,
             "epoch": epoch,
+            "num_tokens_seen": num_tokens_seen,
             "learning_rate": learning_rate,
             "gradient_norm": float(gradient_norm),
             "step_s": elapsed_s / self._num_steps,

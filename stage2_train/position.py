@@ -14,12 +14,19 @@ class Position:
     epoch: int = 0
     batch: int = 0
     """Place of the next batch in its epoch, counted over all ranks."""
+    num_tokens: int = 0
+    """Tokens trained so far, a token of each epoch counted anew."""
     snapshot_id: str | None = None
     """Snapshot of the store that the epoch is drawn from; None before the first epoch."""
 
-    def after_step(self, *, num_batches: int = 1) -> "Position":
-        """Gives the position after one more update, of so many batches."""
-        return replace(self, step=self.step + 1, batch=self.batch + num_batches)
+    def after_step(self, *, num_batches: int = 1, num_tokens: int = 0) -> "Position":
+        """Gives the position after one more update, of so many batches and tokens."""
+        return replace(
+            self,
+            step=self.step + 1,
+            batch=self.batch + num_batches,
+            num_tokens=self.num_tokens + num_tokens,
+        )
 
     def next_epoch(self) -> "Position":
         """Gives the position at the start of the next epoch."""

@@ -133,28 +133,33 @@ class Training:
         """Makes one update and reports where a report is due; says whether a rank was stopped."""
         train = self.run.train
         rate = learning_rate(position.step, total_steps=steps, config=train.optimizer)
-        is_stopped = self._sum_gradients(batches, stop)
+        is_stopped, num_tokens = self._sum_gradients(batches, stop)
         gradient_norm = self.optimizer.step(rate)
         self.monitor.end_step()
-        position = position.after_step(num_batches=batches.num_all)
+        position = position.after_step(num_batches=batches.num_all, num_tokens=num_tokens)
         if position.step % train.log_steps == 0 or position.step in (1, steps):
             self.monitor.report(
                 step=position.step,
                 total_steps=steps,
                 epoch=position.epoch,
+                num_tokens_seen=position.num_tokens,
                 learning_rate=rate,
                 gradient_norm=gradient_norm,
                 evidence=self.evidence.take(),
             )
         return position, is_stopped
 
-    def _sum_gradients(self, batches: StepBatches, stop: StopSignals) -> bool:
-        """Leaves the step's gradient in the parameters; says whether any rank was told to stop."""
+    def _sum_gradients(self, batches: StepBatches, stop: StopSignals) -> tuple[bool, int]:
+        """Leaves the step's gradient in the parameters.
+
+        Returns:
+            Whether any rank was told to stop, and how many tokens all ranks trained.
+        """
         loss = self.run.train.loss
         is_only_one = batches.num_own == self.ranks.size == 1
         # What several batches are divided by is known when all are through.
         weight_sum = None if is_only_one else self.batches.full_weight_sum
-        is_compiled, own_weight = True, 0.0
+        is_compiled, own_weight, own_tokens = True, 0.0, 0
         for number, batch in enumerate(batches.arriving):
             if number > 0:
                 self.gradients.add()
@@ -172,13 +177,16 @@ class Training:
             result.loss.backward()
             is_compiled = is_compiled and result.is_compiled
             own_weight += batch.weight_sum
+            own_tokens += batch.num_real_tokens
             if batch.num_real_tokens > 0:
                 self.monitor.add(batch, result.sums)
         self.evidence.add_step(is_compiled=is_compiled)
-        weight, num_stopped = self.ranks.sum(own_weight, float(stop.is_set()))
+        weight, num_stopped, num_tokens = self.ranks.sum(
+            own_weight, float(stop.is_set()), float(own_tokens)
+        )
         if not is_only_one:
             self.gradients.finish(self.batches.full_weight_sum / max(weight, 1e-30))
-        return num_stopped > 0
+        return num_stopped > 0, int(num_tokens)
 
     def validate(self, snapshot: Snapshot, position: Position) -> None:
         """Measures the drafter on held-out sequences; training goes on unchanged."""

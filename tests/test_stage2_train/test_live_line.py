@@ -2,7 +2,13 @@
 
 import pytest
 
-from stage2_train.live_line import live_line, thousands, validation_line, warning_words
+from stage2_train.live_line import (
+    count_words,
+    live_line,
+    thousands,
+    validation_line,
+    warning_words,
+)
 
 RECORD = {
     "kind": "train",
@@ -13,6 +19,7 @@ RECORD = {
     "simulated_acceptance_length": 1.45,
     "tokens_per_s": 12_345.0,
     "block_tokens_per_s": 900.0,
+    "num_tokens_seen": 4_560_000,
     "execution": "eager",
     "wait_fraction": 0.003,
     "copy_fraction": 0.04,
@@ -28,7 +35,8 @@ def test_live_line_says_what_matters():
     line = live_line(RECORD, total_steps=800)
     assert line == (
         "step 120/800 250ms loss 3.210 acc 1.00 .50 .25 sim 1.45 | "
-        "12.3k tok/s 900 block tok/s | eager | wait 0.3% copy 4.0% compute 99.7% read 0.41 GB/s"
+        "12.3k tok/s 900 block tok/s, 4.6 M tokens seen | eager | "
+        "wait 0.3% copy 4.0% compute 99.7% read 0.41 GB/s"
     )
 
 
@@ -59,6 +67,14 @@ def test_validation_line():
     assert "acceptance length" not in validation_line(3, found)
     walked = found | {"acceptance_length": 1.75, "num_walked": 4}
     assert "acceptance length 1.750 on 4 greedy answers" in validation_line(3, walked)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(950, "950"), (12_300, "12.3 K"), (4_560_000, "4.6 M"), (1_234_000_000, "1.2 B")],
+)
+def test_counts_are_short(count, text):
+    assert count_words(count) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(12.4, "12"), (999.0, "999"), (1500.0, "1.5k")])

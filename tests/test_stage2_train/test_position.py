@@ -12,6 +12,14 @@ def test_position_round_trip():
     assert position.next_epoch() == Position(step=7, epoch=2)
 
 
+def test_tokens_seen_go_on_over_epochs_and_checkpoints_of_before_they_were_counted():
+    position = Position().after_step(num_tokens=500).next_epoch().after_step(num_tokens=12)
+    assert position.num_tokens == 512
+    older = position.to_json()
+    del older["num_tokens"]
+    assert Position.from_json(older).num_tokens == 0
+
+
 def test_total_steps_are_the_same_anywhere_in_an_epoch():
     totals = {
         total_steps(

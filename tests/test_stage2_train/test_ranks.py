@@ -103,9 +103,13 @@ def final_state(run: DrafterRun) -> dict:
     return json.loads((latest_checkpoint(run.drafter_dir) / STATE).read_text())
 
 
-def losses(run: DrafterRun) -> list[float]:
+def records(run: DrafterRun) -> list[dict]:
     lines = (run.drafter_dir / "metrics.jsonl").read_text().splitlines()
-    return [r["loss"] for r in map(json.loads, lines) if r["kind"] == "train"]
+    return [r for r in map(json.loads, lines) if r["kind"] == "train"]
+
+
+def losses(run: DrafterRun) -> list[float]:
+    return [record["loss"] for record in records(run)]
 
 
 def validations(run: DrafterRun) -> list[dict]:
@@ -126,6 +130,10 @@ def test_two_ranks_train_as_one_process_with_the_same_batches(make_run):
     two = make_run(name="two", train=TWO)
     assert train_by_two(two) == [EXIT_DONE, EXIT_DONE]
     assert losses(two) == pytest.approx(losses(alone), rel=1e-4)
+    for found, expected in zip(records(two), records(alone), strict=True):
+        # Sums over the ranks' blocks, not means of their means.
+        assert found["accuracy_by_offset"] == pytest.approx(expected["accuracy_by_offset"])
+        assert found["num_tokens_seen"] == expected["num_tokens_seen"]
     assert_close(final_tensors(two), final_tensors(alone))
     position = final_state(alone)["position"]
     assert position == final_state(two)["position"]

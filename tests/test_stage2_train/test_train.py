@@ -90,6 +90,7 @@ def test_killed_and_resumed_is_uninterrupted(make_run, train):
     assert train_drafter(killed) == EXIT_DONE
     assert_same_tensors(final_tensors(killed), final_tensors(whole))
     timeless = ("loss", "accuracy_by_offset", "gradient_norm", "learning_rate", "step")
+    timeless += ("num_tokens_seen", "total_steps")
     assert [[r[key] for key in timeless] for r in records(killed)] == [
         [r[key] for key in timeless] for r in records(whole)
     ]
