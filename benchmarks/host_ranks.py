@@ -38,6 +38,7 @@ from dflash_offline.rank_launch import rank_places
 from stage1_extract.config import TargetConfig
 from stage1_extract.parity import relative_differences
 from stage1_extract.target_transformers import TransformersTarget
+from stage2_train.clock import process_age_s
 from stage2_train.collate import with_masks
 from stage2_train.config import OptimizerConfig
 from stage2_train.decode import LayerDecoder
@@ -70,6 +71,12 @@ def wait() -> None:
     """Waits until the device has done all it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def say(ranks: Ranks, what: str) -> None:
+    """Says how far the first rank is: on a cold machine imports and loading take most of a run."""
+    if ranks.is_first:
+        print(f"{process_age_s() or 0.0:6.1f} s after start: {what}", flush=True)
 
 
 def sums(shape: Shape, ranks: Ranks, device: torch.device, *, repeats: int) -> Figures:
@@ -161,6 +168,7 @@ def target(
     if ranks.is_first:
         whole = TransformersTarget.load(config, device=str(device))
         whole.batching = "packed"
+        say(ranks, "the whole target is loaded")
         alone_s = seconds_of(lambda: run(whole), Ranks(), repeats=repeats)
         expected = run(whole)
         del whole
@@ -169,6 +177,7 @@ def target(
         os.environ["LOCAL_RANK"] = "0"  # As a worker's process, which sees one GPU, sets it.
     parted = TransformersTarget.load(config, device=str(device), is_parted=True)
     parted.batching = "packed"
+    say(ranks, "the parted target is loaded")
     shared_s = seconds_of(lambda: run(parted), ranks, repeats=repeats)
     found = run(parted)
     if ranks.is_first:
@@ -191,6 +200,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     with joined_ranks(expected=arguments.gpus) as ranks:
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         found: Figures = {}
+        say(ranks, f"{ranks.size} ranks have met")
         for part in arguments.parts.split(","):
             if part == "target":
                 of_part = target(
