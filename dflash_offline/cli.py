@@ -158,6 +158,29 @@ def regenerate(run_file: Path, overrides: tuple[str, ...]) -> None:
     sys.exit(run_regeneration(config))
 
 
+@main.command()
+@run_file_command
+@click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def status(run_file: Path, overrides: tuple[str, ...], watch: bool, as_json: bool) -> None:
+    """Say how far a run is, how fast, what sets the pace, and when it will be done."""
+    from dflash_offline.config import load_run_file
+    from dflash_offline.status import show_status
+
+    show_status(load_run_file(run_file, overrides=overrides), watch=watch, as_json=as_json)
+
+
+@main.command()
+@run_file_command
+def report(run_file: Path, overrides: tuple[str, ...]) -> None:
+    """Write one HTML page with plots of all that is known of a run: `report.html`."""
+    from dflash_offline.config import load_run_file
+    from dflash_offline.report import write_report
+
+    path = write_report(load_run_file(run_file, overrides=overrides))
+    click.echo(f"wrote {path}")
+
+
 class _SubmitsByDefault(click.Group):
     """`slurm RUN.toml` means `slurm submit RUN.toml`."""
 

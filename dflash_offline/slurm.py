@@ -6,13 +6,11 @@ what is alive is in Slurm's queue. So every command may be repeated at any time.
 """
 
 import hashlib
-import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import tomli_w
@@ -25,6 +23,7 @@ from dflash_offline.config import (
     store_dir_of,
 )
 from dflash_offline.launch import EXIT_STOPPED_EARLY
+from dflash_offline.run_records import last_checkpoint
 from dflash_offline.slurm_queue import (
     QueuedTask,
     cancel_jobs,
@@ -216,7 +215,9 @@ def read_progress(config: RunConfig) -> Progress:
         if units := store.units():
             num_units, num_committed = len(units), len(committed := store.committed())
             left = tasks_left(units, committed, num_workers=num_workers)
-    states = [_last_state(drafter_run(config, each.name).drafter_dir) for each in config.drafter]
+    states = [
+        last_checkpoint(drafter_run(config, each.name).drafter_dir) for each in config.drafter
+    ]
     return Progress(
         num_units=num_units,
         num_committed=num_committed,
@@ -331,15 +332,3 @@ def _alive(run: BatchRun) -> list[QueuedTask]:
 
 def _ids(tasks: Sequence[QueuedTask]) -> list[str]:
     return list(dict.fromkeys(task.job_id for task in tasks))
-
-
-def _last_state(drafter_dir: Path) -> tuple[int, bool]:
-    """Step of a drafter's newest checkpoint, and whether it ended its training."""
-    for checkpoint in sorted((drafter_dir / "checkpoints").glob("step-*"), reverse=True):
-        try:
-            # Not by `stage2_train.checkpoint`: a command on a login node need not load torch.
-            state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-            return int(state["step"]), bool(state["is_done"])
-        except (OSError, ValueError, KeyError):
-            continue  # Torn: the drafter goes on from an earlier one.
-    return 0, False

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +61,18 @@ def test_every_path_a_page_names_exists(page: str) -> None:
     named = {ROOT / path for path in re.findall(own, text) if "." in path or path.isidentifier()}
     missing = [str(path) for path in linked | named if not path.exists()]
     assert not missing, f"{page} names {missing}"
+
+
+def test_the_readme_names_every_command() -> None:
+    from dflash_offline.cli import main
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    store = main.commands["store"]
+    assert isinstance(store, click.Group)
+    for name in main.commands:
+        assert f"`{name} " in text, name
+    for name in store.commands:
+        assert f"`store {name}`" in text or f"`{name}`" in text, name
 
 
 def test_the_readme_names_the_top_level() -> None:

@@ -1,0 +1,161 @@
+"""What a run's files say of it: the store's commits, metrics of workers and drafters, evaluations.
+
+No process is asked and nothing is loaded but small files, so this works beside a live run, after
+it, and on a login node. Every number is as old as the file it stands in.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.config import RunConfig, drafter_run, run_dir_of, store_dir_of
+from storage.errors import StoreNotFoundError
+from storage.writer import open_for_writing
+
+Record = Mapping[str, Any]
+
+TAIL_BYTES = 1 << 16
+"""Read from a metrics file's end for what is new: a minute and more of its records."""
+
+SILENT_S = 120.0
+"""Without a word for so long something is taken for stopped; workers write each second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreRecords:
+    """How far a store is filled."""
+
+    num_units: int = 0
+    """Planned units; 0 while there is no plan."""
+    num_committed: int = 0
+    num_sequences_left: int = 0
+    """Planned sequences of units that are not committed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRecords:
+    """What a drafter's folder holds of its training."""
+
+    name: str
+    train: Sequence[Record]
+    """Records of steps, the newest last; those of the last process only."""
+    validation: Record | None
+    """What the newest validation found."""
+    step: int
+    """Step of the newest checkpoint; 0 without one."""
+    is_done: bool
+    evaluation: Record | None
+    """Contents of `eval.json`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """A run at one moment."""
+
+    store: StoreRecords
+    workers: Sequence[Record]
+    """The newest line of each worker of the extraction that ran last."""
+    drafters: Sequence[DrafterRecords]
+
+
+def read_run(config: RunConfig) -> RunRecords:
+    """Reads where a run stands; what does not exist yet is empty."""
+    return RunRecords(
+        store=_read_store(config),
+        workers=newest_workers(run_dir_of(config) / "extract"),
+        drafters=[
+            read_drafter(drafter_run(config, drafter.name).drafter_dir)
+            for drafter in config.drafter
+        ],
+    )
+
+
+def _read_store(config: RunConfig) -> StoreRecords:
+    try:
+        store = open_for_writing(store_dir_of(config))
+    except StoreNotFoundError:
+        return StoreRecords()
+    units, committed = store.units(), store.committed()
+    left = [unit for unit in units if unit not in committed]
+    return StoreRecords(
+        num_units=len(units),
+        num_committed=len(units) - len(left),
+        num_sequences_left=sum(len(store.sequences_of(unit)) for unit in left),
+    )
+
+
+def newest_workers(extract_dir: Path) -> list[Record]:
+    """The newest line of each worker, without those of an earlier extraction with more workers."""
+    newest = [
+        lines[-1]
+        for path in sorted(extract_dir.glob("worker-*.metrics.jsonl"))
+        if (lines := list(read_lines(path, tail_bytes=TAIL_BYTES)))
+    ]
+    if not newest:
+        return []
+    num_workers = max(newest, key=lambda line: line["time_s"])["num_workers"]
+    return [line for line in newest if line["num_workers"] == num_workers]
+
+
+def read_drafter(drafter_dir: Path) -> DrafterRecords:
+    """Reads a drafter's newest records and checkpoint."""
+    lines = list(read_lines(drafter_dir / "metrics.jsonl", tail_bytes=TAIL_BYTES))
+    # Records of versions before 0.1 do not name the run's steps.
+    train = [line for line in lines if line["kind"] == "train" and "total_steps" in line]
+    validations = [line for line in lines if line["kind"] == "validation"]
+    starts = [place for place, line in enumerate(train) if "first_report_s" in line]
+    step, is_done = last_checkpoint(drafter_dir)
+    return DrafterRecords(
+        name=drafter_dir.name,
+        train=train[starts[-1] :] if starts else train,
+        validation=validations[-1] if validations else None,
+        step=step,
+        is_done=is_done,
+        evaluation=read_json(drafter_dir / "eval.json"),
+    )
+
+
+def last_checkpoint(drafter_dir: Path) -> tuple[int, bool]:
+    """Step of a drafter's newest checkpoint, and whether it ended its training."""
+    for checkpoint in sorted((drafter_dir / "checkpoints").glob("step-*"), reverse=True):
+        # Not by `stage2_train.checkpoint`: a command on a login node need not load torch.
+        state = read_json(checkpoint / "state.json")
+        if state is not None and {"step", "is_done"} <= state.keys():
+            return int(state["step"]), bool(state["is_done"])
+        # Torn: the drafter goes on from an earlier one.
+    return 0, False
+
+
+def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yields the whole lines of a metrics file, or of its last bytes; nothing without a file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            start = 0 if tail_bytes is None else max(0, size - tail_bytes)
+            file.seek(start)
+            if start > 0:
+                file.readline()  # Most likely not a whole one.
+            for line in file:
+                # What is not a whole line is still being written, or was torn by a kill.
+                with suppress(ValueError):
+                    yield json.loads(line)
+    except FileNotFoundError:
+        return
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON file's contents; None where there is none, or not a whole one."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value
+
+
+def age_s(record: Record) -> float:
+    """Seconds since a record was written."""
+    return max(0.0, time.time() - float(record["time_s"]))
