@@ -12,6 +12,7 @@ from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
 from stage1_extract.dialogues import Dialogue, render_prompt
 from stage1_extract.generation import BatchedAnswers, Generator
 from stage1_extract.problems import Problems, UnusableConversationError
+from stage1_extract.replayed_slots import ReplayedSlots, can_replay
 from stage1_extract.signals import StopRequest
 from stage1_extract.slots import Slots, can_share_slots
 from stage1_extract.target import load_target, resolve_target
@@ -51,11 +52,12 @@ def answer_here(
 
 def answers_of(
     target: TransformersTarget, generator: Generator, config: RegenerateConfig
-) -> "Slots | BatchedAnswers":
-    """Slots where the target's caches allow them, else batches."""
+) -> "Slots | ReplayedSlots | BatchedAnswers":
+    """Slots where the target's caches allow them, replayed on a GPU where it can; else batches."""
     if not can_share_slots(target.model):
         return BatchedAnswers(generator, num_slots=config.batch_size)
-    return Slots(
+    is_replayed = target.model.device.type == "cuda" and can_replay(target.model)
+    return (ReplayedSlots if is_replayed else Slots)(
         target.model,
         num_slots=config.batch_size,
         max_new_tokens=config.max_new_tokens,
@@ -68,7 +70,7 @@ def answers_of(
 
 def answer_all(
     dialogues: Sequence[Dialogue],
-    answers: "Slots | BatchedAnswers",
+    answers: "Slots | ReplayedSlots | BatchedAnswers",
     generator: Generator,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
@@ -112,7 +114,7 @@ def answer_all(
             yield finished
 
 
-def _is_worth_filling(answers: "Slots | BatchedAnswers") -> bool:
+def _is_worth_filling(answers: "Slots | ReplayedSlots | BatchedAnswers") -> bool:
     """Whether so many slots are free that reading prompts pays: each reading stops the others."""
     return answers.num_running == 0 or answers.num_free * _FILL_SHARE >= answers.num_slots
 
