@@ -8,19 +8,23 @@ A step is forward, backward, clipping and AdamW on random weights and states tha
 already; tok/s counts sequence tokens. Each peer runs with the optimizer, the arithmetic types and
 the compilation that its own trainer uses: SpecForge a bf16 draft model with fp32 master weights and
 FlexAttention, speculators fp32 weights under bf16 autocast, compiled whole, with its eager
-cross-entropy. Random states do not change what a step costs.
+cross-entropy. All build the masks of each step, ours on a stream of their own as in training.
+Random states do not change what a step costs. An interrupt (SIGINT) ends the run with the figures
+of the trainers that are through: compiling speculators takes minutes.
 """
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 
 # speculators looks its target up on the hub, which this script does not need.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from peer_imports import import_peer
-from results import record
+from results import device_name, record
 from shapes import SHAPES, Shape
 from stage2_step import (
     PACKAGES,
@@ -31,11 +35,15 @@ from stage2_step import (
     random_batch,
     random_head,
     sustained_s,
+    wait,
 )
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from stage2_train.blocks import offset_weights
+from stage2_train.clock import DeviceClock
+from stage2_train.collate import with_masks
+from stage2_train.data import copied_ahead
 from stage2_train.export import speculators_config
 
 GAMMA = 7.0
@@ -43,7 +51,7 @@ Step = Callable[[int], object]
 
 
 def ours(shape: Shape, arguments: argparse.Namespace, device: torch.device) -> Step:
-    """Our step, all sequences packed into one row."""
+    """Our step, all sequences packed into one row, its masks built beside the step before."""
     assert offset_weights(16)[2] == offset_weights(16, gamma=GAMMA)[2]
     trainer = make_trainer(shape, "bf16", arguments, device)
     batch = random_batch(
@@ -54,7 +62,16 @@ def ours(shape: Shape, arguments: argparse.Namespace, device: torch.device) -> S
         seed=0,
         encoding="bf16",
     ).to(device)
-    return lambda number: trainer.step(batch)
+    if device.type == "cpu":
+        return lambda number: trainer.step(batch)
+    wait(device)  # For the stream of the masks knows nothing of the one that copies here.
+    arriving = copied_ahead(
+        itertools.repeat(batch),
+        device,
+        DeviceClock(device),
+        add_masks=partial(with_masks, architecture=architecture_of(shape)),
+    )
+    return lambda number: trainer.step(next(arriving))
 
 
 def specforge(shape: Shape, arguments: argparse.Namespace, device: torch.device) -> Step:
@@ -210,14 +227,24 @@ def main() -> None:
     arguments.encoding, arguments.compile_mode, arguments.chunk_rows = "bf16", None, 2560
     shape = SHAPES[arguments.shape]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     figures: dict[str, tuple[float, str, str]] = {}
     for trainer in arguments.trainers.split(","):
-        found = measure(trainer, shape, arguments, device)
+        try:
+            found = measure(trainer, shape, arguments, device)
+        except KeyboardInterrupt:
+            print(f"{trainer} was interrupted")
+            break
         print({figure: round(value, 2) for figure, (value, _, _) in found.items()}, flush=True)
         figures |= found
-    if not arguments.no_record:
-        record("Training steps of three trainers", figures, device=name, packages=PACKAGES)
+    if not figures:
+        raise SystemExit("no trainer was through")
+    record(
+        "Training steps of three trainers",
+        figures,
+        device=device_name(),
+        packages=PACKAGES,
+        only_print=arguments.no_record,
+    )
 
 
 if __name__ == "__main__":

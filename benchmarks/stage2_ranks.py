@@ -7,7 +7,8 @@
 itself, then so many GPUs that share them out, each way of `train.parallel`. All start from the same
 weights and see the same batches in the same order, so their losses must agree up to rounding at
 every report; else the script fails. Scaling is the rate over one GPU's, by the number of GPUs.
-Without GPUs it runs on the CPU, to try the script.
+Later forms start from what the first has compiled. An interrupt (SIGINT) ends the run with the
+figures of the forms that are through. Without GPUs it runs on the CPU, to try the script.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ from results import device_name, record
 from shapes import SHAPES
 from synthetic_store import make_store
 
+from stage2_train.compile_cache import ARCHIVE
+
+Figures = dict[str, tuple[float, str, str]]
 ROOT = Path(__file__).parents[1]
 LOG_STEPS = 4
 LOSS_TOLERANCE = 2e-3
@@ -93,8 +98,17 @@ def rate_of(records: list[dict[str, Any]]) -> float:
     return statistics.median(each["tokens_per_s"] for each in records[len(records) // 2 :])
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, tuple[float, str, str]]:
-    """Writes the store, trains each form, compares; gives the figures by name."""
+def hand_on_what_is_compiled(folder: Path, names: Sequence[str]) -> None:
+    """Lets these drafters start from the compile cache of the first one, if it compiled at all."""
+    drafters = folder / "runs" / "run" / "drafters"
+    if (drafters / "one" / ARCHIVE).exists():
+        for name in names:
+            (drafters / name).mkdir()
+            shutil.copy(drafters / "one" / ARCHIVE, drafters / name)
+
+
+def measure(arguments: argparse.Namespace, folder: Path, figures: Figures) -> None:
+    """Writes the store, trains each form, compares; adds the figures by name as they come."""
     make_store(
         folder / "store",
         SHAPES[arguments.shape],
@@ -103,37 +117,42 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, tuple[floa
     )
     settings = run_file(arguments)
     (folder / "run.toml").write_text(tomli_w.dumps(settings))
-    found = {drafter["name"]: train(folder, drafter["name"]) for drafter in settings["drafter"]}
-    one = rate_of(found["one"])
+    expected = train(folder, "one")
+    one = rate_of(expected)
+    print(f"one: {one:.0f} tokens/s", flush=True)
     note = f"{arguments.shape}, {arguments.gpus} batches of {arguments.tokens} tokens a step"
-    figures = {"stage2_ranks_one_tok_s": (one, "tokens/s", f"{note}, one after the other")}
-    for form in arguments.forms.split(","):
-        difference = worst_difference(found[form], found["one"])
-        last = found[form][-1]
+    figures["stage2_ranks_one_tok_s"] = (one, "tokens/s", f"{note}, one after the other")
+    forms = arguments.forms.split(",")
+    hand_on_what_is_compiled(folder, forms)
+    for form in forms:
+        found = train(folder, form)
+        difference = worst_difference(found, expected)
+        last = found[-1]
         memory = last.get("memory_peak_bytes", last.get("memory_used_bytes", 0)) / 2**30
         figures |= {
             f"stage2_ranks_{form}_{arguments.gpus}_tok_s": (
-                rate_of(found[form]),
+                rate_of(found),
                 "tokens/s",
                 f"{note}; {last['execution']}, {memory:.1f} GiB on a GPU",
             ),
             f"stage2_ranks_{form}_{arguments.gpus}_scaling": (
-                rate_of(found[form]) / one / arguments.gpus,
+                rate_of(found) / one / arguments.gpus,
                 "fraction",
                 f"rate by GPU over that of one alone, {arguments.gpus} GPUs",
             ),
             f"stage2_ranks_{form}_{arguments.gpus}_loss_difference": (
                 difference,
                 "fraction",
-                f"worst of {len(found[form])} reports in {arguments.steps} steps, against one GPU",
+                f"worst of {len(found)} reports in {arguments.steps} steps, against one GPU",
             ),
         }
-        print(f"{form}: losses differ by {difference:.2e}", flush=True)
+        print(
+            f"{form}: losses differ by {difference:.2e}, {rate_of(found):.0f} tokens/s", flush=True
+        )
         if difference > LOSS_TOLERANCE:
             raise SystemExit(
                 f"{form} does not train what one GPU trains: more than {LOSS_TOLERANCE}"
             )
-    return figures
 
 
 def main() -> None:
@@ -149,10 +168,15 @@ def main() -> None:
     parser.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="stage2-ranks-"))
+    figures: Figures = {}
     try:
-        figures = measure(arguments, folder)
+        measure(arguments, folder, figures)
+    except KeyboardInterrupt:
+        print("interrupted")
     finally:
         shutil.rmtree(folder)
+    if not figures:
+        raise SystemExit("no form was through")
     record(
         "Several GPUs for one drafter",
         figures,

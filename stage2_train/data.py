@@ -82,7 +82,7 @@ class BatchMaker:
             on_host = self.on_host(snapshot, planned, epoch=epoch)
         if self.device.type != "cuda":
             return on_host
-        return _copied_ahead(
+        return copied_ahead(
             _made_ahead(on_host),
             self.device,
             self.copies or DeviceClock(self.device),
@@ -361,7 +361,7 @@ def _made_ahead(batches: Generator[T, None, None]) -> Generator[T, None, None]:
             batches.close()
 
 
-def _copied_ahead(
+def copied_ahead(
     batches: Iterator[PackedBatch],
     device: torch.device,
     copies: DeviceClock,
