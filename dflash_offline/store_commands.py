@@ -16,12 +16,15 @@ def store() -> None:
 @store.command()
 @click.argument("store_dir", type=str)
 @click.option("--sequence", "sequence_id", help="Show this sequence with its loss mask in colour.")
+@click.option("--skipped", is_flag=True, help="List the ids that were left out, with the reason.")
 @one_line_errors
-def info(store_dir: str, sequence_id: str | None) -> None:
+def info(store_dir: str, sequence_id: str | None, skipped: bool) -> None:
     """Say what a store holds, and what encoding lost."""
-    from dflash_offline.stores import print_sequence, print_store
+    from dflash_offline.stores import print_sequence, print_skipped, print_store
 
-    if sequence_id is None:
+    if skipped:
+        print_skipped(store_dir)
+    elif sequence_id is None:
         print_store(store_dir)
     else:
         print_sequence(store_dir, sequence_id=sequence_id)

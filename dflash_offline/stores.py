@@ -73,6 +73,12 @@ def _loss_text(loss: EncodingLoss) -> tuple[str, str]:
     return f"{loss.relative_error:.2%}", f"{loss.num_saturated:,}"
 
 
+def print_skipped(store_dir: str) -> None:
+    """Prints a line for each sequence that was left out: its id, a tab, the reason."""
+    for sequence_id, reason in sorted(open_store(store_dir).snapshot().skipped().items()):
+        print(f"{sequence_id}\t{reason}")
+
+
 def print_sequence(store_dir: str, *, sequence_id: str) -> None:
     """Prints a sequence as text, supervised tokens green, and its state norms by layer."""
     store = open_store(store_dir)

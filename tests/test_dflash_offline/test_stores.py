@@ -67,6 +67,24 @@ def test_info_shows_what_encoding_lost(run: Run, store_dir: Path, making: Simple
     assert ["1", "fp8", "20", "10.00%", "7"] in rows
 
 
+def test_info_names_every_sequence_that_was_left_out(
+    run: Run, store_dir: Path, making: SimpleNamespace
+) -> None:
+    before = run("info", store_dir, "--skipped").output
+    store = making.make_store(store_dir)
+    store.plan_generation(["long", "masked"], num_units=1)
+    (unit,) = set(store.units()) - store.committed()
+    with store.start_shard(unit) as shard:
+        shard.skip(sequence_id="masked", reason="no supervised pair of tokens")
+        shard.skip(sequence_id="long", reason="too long")
+        shard.seal()
+    new = run("info", store_dir, "--skipped").output.splitlines()
+    assert set(new) - set(before.splitlines()) == {
+        "long\ttoo long",
+        "masked\tno supervised pair of tokens",
+    }
+
+
 def test_a_store_is_not_copied_onto_itself(run: Run, store_dir: Path) -> None:
     assert "is the source itself" in run("copy", store_dir, store_dir, exit_code=2).output
 
