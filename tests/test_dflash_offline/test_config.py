@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_offline.config import (
-    PRESETS_DIR,
-    as_toml_tables,
-    drafter_run,
-    load_run_file,
-    store_dir_of,
-)
+from dflash_offline.config import as_toml_tables, drafter_run, load_run_file, store_dir_of
 
 MINIMAL = """
 [target]
@@ -173,12 +167,6 @@ def test_one_value_for_a_list_shows_the_list(tmp_path: Path) -> None:
 def test_missing_run_file_lists_the_presets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no such run file; .*presets: .*demo"):
         load_run_file(tmp_path / "absent.toml")
-
-
-@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS_DIR.glob("*.toml")))
-def test_every_preset_is_a_run_file(preset: str) -> None:
-    config = load_run_file(Path(preset))
-    assert [drafter_run(config, drafter.name).drafter.name for drafter in config.drafter]
 
 
 def test_broken_toml_names_the_file_and_the_line(tmp_path: Path) -> None:
