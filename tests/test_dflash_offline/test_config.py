@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from dflash_offline.config import as_toml_tables, drafter_run, load_run_file, store_dir_of
+from dflash_offline.config import (
+    PRESETS_DIR,
+    as_toml_tables,
+    drafter_run,
+    load_run_file,
+    store_dir_of,
+)
 
 MINIMAL = """
 [target]
@@ -181,7 +187,7 @@ def test_a_store_in_an_object_store_keeps_its_url(tmp_path: Path) -> None:
     assert drafter_run(config, "one").store_dir == url
 
 
-@pytest.mark.parametrize("preset", ["demo", "qwen3-8b", "slurm"])
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS_DIR.glob("*.toml")))
 def test_every_preset_is_a_valid_run_file(preset: str) -> None:
     config = load_run_file(Path(preset))
     assert drafter_run(config, config.drafter[0].name).train == config.train
