@@ -60,14 +60,14 @@ steps, position = endless(), Position(step=10)
 with StopSignals() as stop:
     for _ in range(6):
         training.step(next(steps), position, steps=10**9, stop=stop)
-    training.monitor._of_all_ranks()
+    training.monitor.take_interval()
     print("ready", flush=True)
     sys.stdin.readline()
-    training.monitor._restart_interval()
+    training.monitor.take_interval()
     start_s = time.perf_counter()
     while time.perf_counter() - start_s < seconds:
         training.step(next(steps), position, steps=10**9, stop=stop)
-    done = training.monitor._of_all_ranks()
+    done = training.monitor.take_interval()
     elapsed_s = time.perf_counter() - start_s
 print(json.dumps({"tokens_per_s": done.num_tokens / elapsed_s, **training.evidence.take()}))
 """

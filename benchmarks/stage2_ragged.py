@@ -90,12 +90,12 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, tuple[flo
         for _ in range(2 * WARMUP_STEPS):
             training.step(next(steps), position, steps=10**9, stop=stop)
         training.evidence.take()
-        training.monitor._restart_interval()
+        training.monitor.take_interval()
         graphs, kernels = compile_counts()["num_compiles"], num_triton_entries()
         start_s = time.perf_counter()
         for _ in range(arguments.steps):
             training.step(next(steps), position, steps=10**9, stop=stop)
-        done = training.monitor._of_all_ranks()  # Waits for the device.
+        done = training.monitor.take_interval()  # Waits for the device.
         elapsed_s = time.perf_counter() - start_s
     evidence = training.evidence.take()
     training.monitor.close()

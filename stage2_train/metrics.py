@@ -33,9 +33,17 @@ class BlockSums:
         """Sums of both."""
         return BlockSums(**{name: getattr(self, name) + getattr(other, name) for name in _FIELDS})
 
-    def to(self, device: torch.device | str) -> "BlockSums":
-        """The same sums in another place; waits for the device."""
-        return BlockSums(**{name: getattr(self, name).to(device) for name in _FIELDS})
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "BlockSums":
+        """The same sums in another place.
+
+        Args:
+            device: where.
+            non_blocking: does not wait: the sums hold once the device has come so far.
+        """
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=non_blocking) for name in _FIELDS
+        }
+        return BlockSums(**moved)
 
 
 _FIELDS = tuple(BlockSums.__dataclass_fields__)

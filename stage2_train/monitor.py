@@ -1,8 +1,14 @@
-"""What a training run says: the live line, `metrics.jsonl` and TensorBoard."""
+"""What a training run says: the live line, `metrics.jsonl` and TensorBoard.
+
+A line about a step is written while the device is already at the next one, which therefore never
+waits for the host to write. It holds what was true behind its own step.
+"""
 
 import json
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stage2_train.architecture import DrafterArchitecture
-from stage2_train.clock import DeviceClock, process_age_s
+from stage2_train.clock import DeviceClock, Moment, process_age_s
 from stage2_train.collate import PackedBatch
 from stage2_train.flops import measured_peak_flops, step_flops
 from stage2_train.live_line import live_line, validation_line
@@ -29,35 +35,66 @@ class Interval:
     """What one rank did since the last report."""
 
     sums: BlockSums | None = None
+    num_steps: int = 0
     num_tokens: int = 0
     num_blocks: int = 0
     num_flops: int = 0
     num_state_bytes: int = 0
     token_room: int = 0
     block_room: int = 0
+    elapsed_s: float = 0.0
     wait_s: float = 0.0
     copy_s: float = 0.0
 
     def __add__(self, other: "Interval") -> "Interval":
-        """Both ranks' work; the slower reader sets the pace."""
+        """Both ranks' work in the same steps; the slower reader sets the pace."""
         sums = [part for part in (self.sums, other.sums) if part is not None]
         return Interval(
             sums=total(sums) if sums else None,
+            num_steps=max(self.num_steps, other.num_steps),
             num_tokens=self.num_tokens + other.num_tokens,
             num_blocks=self.num_blocks + other.num_blocks,
             num_flops=self.num_flops + other.num_flops,
             num_state_bytes=self.num_state_bytes + other.num_state_bytes,
             token_room=self.token_room + other.token_room,
             block_room=self.block_room + other.block_room,
+            elapsed_s=max(self.elapsed_s, other.elapsed_s),
             wait_s=max(self.wait_s, other.wait_s),
             copy_s=max(self.copy_s, other.copy_s),
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Closed:
+    """An interval that has ended for the host; the device may still be at its steps."""
+
+    interval: Interval
+    """Its sums are on their way to the host."""
+    spans: list[tuple[Moment, Moment]]
+    """The time of its steps, without pauses."""
+    end: Moment
+    arrived: Moment
+    """When everything has come to the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A line that is written once the device has come to the end of its steps."""
+
+    closed: Closed
+    gradient_norm: Tensor
+    """On its way to the host."""
+    num_damaged: int
+    facts: dict[str, Any]
+    """What the host knew behind the last step."""
+
+
 class Monitor:
     """Gathers steps and reports them; on resume it forgets what was said after the checkpoint.
 
-    Every rank has one; the first one's speaks and writes.
+    Every rank has one; the first one's speaks and writes. Left as a context it writes what is
+    pending, also when an error ends the training of a single process; of several ranks the others
+    may be gone then, so the line of a step is lost if one fails in the step behind it.
     """
 
     def __init__(
@@ -74,6 +111,7 @@ class Monitor:
         self.tensorboard: SummaryWriter | None = None
         self.peak_flops = measured_peak_flops(device) if device.type == "cuda" else None
         self.num_damaged = 0
+        self._pending: Report | None = None
 
     def start(self, *, first_step: int) -> None:
         """Begins behind a step; what was said of later ones is forgotten."""
@@ -85,12 +123,12 @@ class Monitor:
                 str(self.metrics_path.parent / "tensorboard"), purge_step=first_step + 1
             )
         self._is_first_report = True
-        self._restart_interval()
+        self._start_interval(Moment(self.device))
 
-    def _restart_interval(self) -> None:
+    def _start_interval(self, now: Moment) -> None:
         self._interval = Interval()
-        self._num_steps = 0
-        self._start_s = time.perf_counter()
+        self._spans: list[tuple[Moment, Moment]] = []
+        self._since = now
 
     def add(self, batch: PackedBatch, sums: BlockSums) -> None:
         """Takes note of a batch, without waiting for the device."""
@@ -112,17 +150,25 @@ class Monitor:
         )
 
     def end_step(self) -> None:
-        """Takes note of an update."""
-        self._num_steps += 1
+        """Takes note of an update, and writes what is pending of the one before."""
+        self._interval.num_steps += 1
+        self.flush()
 
     def note_damage(self, error: DamagedShardError) -> None:
         """Says that a damaged sequence is left out, and counts it; on the rank that read it."""
         self.num_damaged += 1
         say(f"left out, {self.num_damaged} so far: {error}")
 
-    def pause(self) -> "_Pause":
-        """Gives a context whose time no step is charged for."""
-        return _Pause(self)
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Gives a context whose time no step is charged for; all ranks must enter it.
+
+        What is pending is written before it.
+        """
+        self._spans.append((self._since, Moment(self.device)))
+        self.flush()
+        yield
+        self._since = Moment(self.device)
 
     def report(
         self,
@@ -134,62 +180,99 @@ class Monitor:
         learning_rate: float,
         gradient_norm: Tensor,
         evidence: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Writes one record of the steps since the last, and prints it; all ranks must call it.
+    ) -> None:
+        """Makes a record of the steps since the last one, without waiting for the device.
+
+        It is written behind the next step, or before a pause or the end where that comes first; the
+        first one, which people wait for, at once. All ranks must call it.
 
         Raises:
-            ValueError: the loss is not a finite number any more.
+            ValueError: as `flush` does, if this is the first.
         """
-        done = self._of_all_ranks()
-        assert done.sums is not None, "a step trains a batch"
-        record = summarize(done.sums)
-        elapsed_s = time.perf_counter() - self._start_s
-        if not (abs(record["loss"]) < float("inf")):
-            raise ValueError(
-                f"the loss is {record['loss']} at step {step}; training cannot go on from here: "
-                "lower train.optimizer.learning_rate and resume from the last checkpoint"
-            )
-        record |= {
+        facts = {
             "kind": "train",
             "step": step,
             "total_steps": total_steps,
             "epoch": epoch,
             "num_tokens_seen": num_tokens_seen,
             "learning_rate": learning_rate,
-            "gradient_norm": float(gradient_norm),
-            "step_s": elapsed_s / self._num_steps,
+            "num_ranks": self.ranks.size,
+            **_memory(self.device),
+            **evidence,
+        }
+        self._pending = Report(
+            gradient_norm=gradient_norm.to("cpu", non_blocking=True),
+            closed=self._close_interval(),
+            num_damaged=self.num_damaged,
+            facts=facts,
+        )
+        if self._is_first_report:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is pending; waits until the device is through with it.
+
+        All ranks must call it.
+
+        Raises:
+            ValueError: the loss, or the gradient, is not finite any more.
+        """
+        if (report := self._pending) is None:
+            return
+        self._pending = None
+        done = self._of_all_ranks(report.closed)
+        record = self._record(done, report)
+        must_be_finite(record)
+        if self._is_first_report:
+            self._is_first_report = False
+            record["first_report_s"] = process_age_s()
+        self._write(record)
+        self.say(live_line(record, total_steps=record["total_steps"]))
+
+    def take_interval(self) -> Interval:
+        """Gives what all ranks did since the last report, which begins anew; waits for it."""
+        return self._of_all_ranks(self._close_interval())
+
+    def _close_interval(self) -> Closed:
+        end, interval = Moment(self.device), self._interval
+        if interval.sums is not None:
+            interval.sums = interval.sums.to("cpu", non_blocking=True)
+        spans = [*self._spans, (self._since, end)]
+        self._start_interval(end)
+        return Closed(interval=interval, spans=spans, end=end, arrived=Moment(self.device))
+
+    def _of_all_ranks(self, closed: Closed) -> Interval:
+        closed.arrived.wait()
+        mine = closed.interval
+        mine.elapsed_s = sum(start.seconds_to(stop) for start, stop in closed.spans)
+        mine.wait_s = self.waits.take_s(until=closed.end)
+        mine.copy_s = self.copies.take_s(until=closed.end)
+        first, *others = self.ranks.gather(mine)
+        for other in others:
+            first += other
+        return first
+
+    def _record(self, done: Interval, report: Report) -> dict[str, Any]:
+        assert done.sums is not None, "a step trains a batch"
+        block_size, elapsed_s = self.architecture.block_size, done.elapsed_s
+        record = {
+            **summarize(done.sums),
+            **report.facts,
+            "gradient_norm": float(report.gradient_norm),
+            "step_s": elapsed_s / done.num_steps,
             "tokens_per_s": done.num_tokens / elapsed_s,
-            "block_tokens_per_s": done.num_blocks * self.architecture.block_size / elapsed_s,
+            "block_tokens_per_s": done.num_blocks * block_size / elapsed_s,
             "blocks_per_s": done.num_blocks / elapsed_s,
             **time_shares(done, elapsed_s=elapsed_s),
             "token_fill_fraction": done.num_tokens / done.token_room,
             "block_fill_fraction": done.num_blocks / done.block_room,
             "flops_per_s": done.num_flops / elapsed_s,
-            "num_ranks": self.ranks.size,
-            "num_damaged_sequences": sum(self.ranks.gather(self.num_damaged)),
-            **_memory(self.device),
-            **evidence,
+            "num_damaged_sequences": sum(self.ranks.gather(report.num_damaged)),
         }
-        if self._is_first_report:
-            self._is_first_report = False
-            record["first_report_s"] = process_age_s()
         if self.peak_flops is not None:
             peak = self.peak_flops * self.ranks.size
             record["mfu_fraction"] = record["flops_per_s"] / peak
-        self._write(record)
-        self.say(live_line(record, total_steps=total_steps))
-        self._restart_interval()
         return record
-
-    def _of_all_ranks(self) -> Interval:
-        mine = self._interval
-        if mine.sums is not None:
-            mine.sums = mine.sums.to("cpu")  # Waits for the device: its spans have ended.
-        mine.wait_s, mine.copy_s = self.waits.take_s(), self.copies.take_s()
-        first, *others = self.ranks.gather(mine)
-        for other in others:
-            first += other
-        return first
 
     def report_validation(self, *, step: int, validation: Mapping[str, Any]) -> None:
         """Writes and prints what a validation found."""
@@ -201,8 +284,24 @@ class Monitor:
         if self.ranks.is_first:
             say(line)
 
+    def __enter__(self) -> "Monitor":
+        """Gives itself; what is pending at the end of the block is written."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Writes what is pending, and closes."""
+        try:
+            if kind is None or self.ranks.size == 1:
+                self.flush()
+        except (RuntimeError, ValueError):
+            if kind is None:
+                raise
+            # A broken device, or a bad loss: the error under way says more.
+        finally:
+            self.close()
+
     def close(self) -> None:
-        """Flushes what is pending."""
+        """Closes its files; what is pending is dropped."""
         if self.tensorboard is not None:
             self.tensorboard.close()
 
@@ -215,15 +314,18 @@ class Monitor:
             self.tensorboard.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
 
-class _Pause:
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+def must_be_finite(record: Mapping[str, Any]) -> None:
+    """Refuses to go on from a record that shows a training gone astray.
 
-    def __enter__(self) -> None:
-        self._begin_s = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._monitor._start_s += time.perf_counter() - self._begin_s
+    Raises:
+        ValueError: its loss, or its gradient, is not finite.
+    """
+    for name, what in (("loss", "loss"), ("gradient_norm", "gradient's norm")):
+        if not math.isfinite(record[name]):
+            raise ValueError(
+                f"the {what} is {record[name]} at step {record['step']}; training cannot go on "
+                "from here: lower train.optimizer.learning_rate and resume from the last checkpoint"
+            )
 
 
 def time_shares(done: Interval, *, elapsed_s: float) -> dict[str, float]:

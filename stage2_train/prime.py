@@ -44,7 +44,7 @@ def prime(run: DrafterRun) -> bool:
         throwaway = run.model_copy(update={"drafter_dir": Path(scratch) / run.drafter.name})
         cache = use_compile_cache(throwaway)
         training, position = prepare(throwaway, store)
-        with closing(training.monitor), closing(training.batches), removed(cache.folder.parent):
+        with training.monitor, closing(training.batches), removed(cache.folder.parent):
             snapshot = store.snapshot()
             planned = plan_epoch(
                 snapshot,

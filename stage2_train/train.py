@@ -47,7 +47,7 @@ def train_drafter(run: DrafterRun) -> int:
             cache = use_compile_cache(run, rank=ranks.rank)
         training, position = prepare(run, store, ranks)
         training.cache = cache
-        with closing(training.monitor), closing(training.batches):
+        with training.monitor, closing(training.batches):
             ending: Ending = "done" if position.epoch >= run.train.epochs else "epoch"
             while ending == "epoch":
                 snapshot = same_snapshot(store, position, ranks)

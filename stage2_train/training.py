@@ -89,11 +89,15 @@ class Training:
             is_last = position.step >= steps
             if is_last or position.step % train.validation_steps == 0:
                 self.validate(snapshot, position)
-            if is_last or is_stopped or position.step % train.checkpoint_steps == 0:
+            if self.is_checkpoint_due(position.step, is_end=is_last or is_stopped):
                 self.save(position, is_done=is_last)
             if is_last or is_stopped:
                 return position, "done" if is_last else "stopped"
         return position.next_epoch(), "epoch"
+
+    def is_checkpoint_due(self, step: int, *, is_end: bool) -> bool:
+        """Says whether a checkpoint is written behind a step."""
+        return is_end or step % self.run.train.checkpoint_steps == 0
 
     def steps_of(
         self, snapshot: Snapshot, planned: Sequence[Sequence[Window]], position: Position
@@ -137,7 +141,10 @@ class Training:
         gradient_norm = self.optimizer.step(rate)
         self.monitor.end_step()
         position = position.after_step(num_batches=batches.num_all, num_tokens=num_tokens)
-        if position.step % train.log_steps == 0 or position.step in (1, steps):
+        is_end = is_stopped or position.step >= steps
+        # Also before each checkpoint: no step is left out, and bad weights are not kept.
+        is_kept = self.is_checkpoint_due(position.step, is_end=is_end)
+        if is_kept or position.step % train.log_steps == 0 or position.step == 1:
             self.monitor.report(
                 step=position.step,
                 total_steps=steps,

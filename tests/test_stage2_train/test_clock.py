@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from stage2_train.clock import DeviceClock, process_age_s
+from stage2_train.clock import DeviceClock, Moment, process_age_s
 
 
 def test_spans_of_the_host_add_up_and_are_taken_once(monkeypatch):
@@ -17,6 +17,20 @@ def test_spans_of_the_host_add_up_and_are_taken_once(monkeypatch):
             pass
     assert clock.take_s() == 2.5
     assert clock.take_s() == 0.0
+
+
+def test_spans_that_end_after_a_moment_are_left_for_later(monkeypatch):
+    times = iter([1.0, 3.0, 5.0, 10.0, 10.5])
+    monkeypatch.setattr("stage2_train.clock.time.perf_counter", lambda: next(times))
+    device = torch.device("cpu")
+    clock = DeviceClock(device)
+    with clock.span():
+        pass
+    moment = Moment(device)
+    with clock.span():
+        pass
+    assert clock.take_s(until=moment) == 2.0
+    assert clock.take_s() == 0.5
 
 
 @pytest.mark.gpu

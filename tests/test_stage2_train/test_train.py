@@ -220,3 +220,27 @@ def test_a_loss_that_is_no_number_stops_training(make_run):
     run = make_run(train={"optimizer": {"learning_rate": 1e30}})
     with pytest.raises(ValueError, match=r"lower train\.optimizer\.learning_rate"):
         train_drafter(run)
+
+
+def test_no_checkpoint_holds_weights_gone_astray_though_no_line_is_due(make_run):
+    run = make_run(
+        train={"optimizer": {"learning_rate": 1e30}, "log_steps": 1000, "checkpoint_steps": 1}
+    )
+    with pytest.raises(ValueError, match=r"lower train\.optimizer\.learning_rate"):
+        train_drafter(run)
+    folder = latest_checkpoint(run.drafter_dir)
+    assert folder is None or all(torch.isfinite(each).all() for each in final_tensors(run).values())
+
+
+def test_steps_before_a_signal_have_their_line(make_run, monkeypatch):
+    run = make_run(train={"log_steps": 1000, "checkpoint_steps": 1000})
+    plain_step = Training.step
+
+    def step_with_signal(self, batches, position, **arguments):
+        if position.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain_step(self, batches, position, **arguments)
+
+    monkeypatch.setattr(Training, "step", step_with_signal)
+    assert train_drafter(run) == EXIT_STOPPED_EARLY
+    assert [each["step"] for each in records(run)] == [1, 3]
