@@ -51,12 +51,15 @@ def attend_slots(
     Raises:
         DecodeUnsupportedError: The model wants something else, or hands no `slot_tokens` on.
     """
-    wanted = [name for name in ("softcap", "s_aux", "sliding_window") if others.get(name)]
+    wanted = [
+        name for name in ("softcap", "s_aux", "sliding_window") if others.get(name) is not None
+    ]
     if slot_tokens is None or wanted:
         raise DecodeUnsupportedError(", ".join(wanted) or "slot_tokens were not handed on")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = attend_by_kernel if query.is_cuda and _fits(query, value) else attend_plainly
-    return attend(query[:, :, 0], key, value, slot_tokens + 1, scale)[:, None], None
+    attended = attend(query[:, :, 0], key, value, slot_tokens + 1, scale)
+    return attended[:, None], None
 
 
 def attend_plainly(
@@ -73,7 +76,8 @@ def attend_plainly(
     shares = scores.masked_fill(~is_held[:, None, None], float("-inf")).softmax(dim=-1)
     # What lies behind a slot's tokens may be anything, and 0 times NaN is NaN.
     held_values = value.float().masked_fill(~is_held[:, None, :, None], 0.0)
-    return (shares @ held_values).flatten(1, 2).to(query.dtype)
+    attended: Tensor = (shares @ held_values).flatten(1, 2).to(query.dtype)
+    return attended
 
 
 def attend_by_kernel(
@@ -105,7 +109,7 @@ def attend_by_kernel(
 
 
 def _fits(query: Tensor, value: Tensor) -> bool:
-    width = query.shape[-1]
+    width = int(query.shape[-1])
     return (
         query.dtype in (torch.bfloat16, torch.float16)
         and width == value.shape[-1] == triton.next_power_of_2(width)
@@ -114,7 +118,7 @@ def _fits(query: Tensor, value: Tensor) -> bool:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(
+def _attend(  # type: ignore[no-untyped-def]
     query,
     key,
     value,
@@ -126,7 +130,7 @@ def _attend(
     rows: tl.constexpr,
     width: tl.constexpr,
     block_tokens: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     slot, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_key_heads = tl.num_programs(1)
     row, column = tl.arange(0, rows), tl.arange(0, width)

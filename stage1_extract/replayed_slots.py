@@ -38,7 +38,7 @@ _MAX_RELATIVE_ERROR = 0.05
 class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types there
     """Keys and values of one layer, a buffer for each slot; a new token goes to its slot's end."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, num_tokens: Tensor):
+    def __init__(self, keys: Tensor, values: Tensor, *, rows: Tensor, num_tokens: Tensor):
         super().__init__()
         self.keys, self.values = keys, values
         self._rows, self._num_tokens = rows, num_tokens
@@ -217,19 +217,23 @@ class ReplayedSlots:
             self._written = zeros[:, None].repeat(1, width)
             self._uniforms = torch.zeros(self.num_slots, width, device=self._device)
         self._room_tokens = -(-num_tokens // _ROOM_STEP_TOKENS) * _ROOM_STEP_TOKENS
-        for index, read in enumerate(like.layers):
-            buffers = []
-            for name in ("keys", "values"):
-                one = getattr(read, name)
-                shape = (self.num_slots, one.shape[1], self._room_tokens, one.shape[3])
-                buffer = one.new_zeros(shape)
-                if old:
-                    held = getattr(old[index], name)
-                    buffer[:, :, : held.shape[2]] = held
-                buffers.append(buffer)
-            if old:
-                old[index].keys = old[index].values = None
-            self._layers.append(SlotLayer(*buffers, self._rows, self._num_tokens))
+        for read in like.layers:
+            held = old.pop(0) if old else None
+            self._layers.append(
+                SlotLayer(
+                    self._buffer(read.keys, held and held.keys),
+                    self._buffer(read.values, held and held.values),
+                    rows=self._rows,
+                    num_tokens=self._num_tokens,
+                )
+            )
+
+    def _buffer(self, like: Tensor, before: Tensor | None) -> Tensor:
+        """Room for all slots' keys or values in one layer, with what was held before."""
+        buffer = like.new_zeros(self.num_slots, like.shape[1], self._room_tokens, like.shape[3])
+        if before is not None:
+            buffer[:, :, : before.shape[2]] = before
+        return buffer
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -300,7 +304,7 @@ class ReplayedSlots:
         firsts = self._tensor([len(answer.token_ids) for _, answer in answers])
         columns = firsts[:, None] + torch.arange(STEPS_PER_LOOK, device=self._device)
         written = self._written[rows].gather(1, columns).cpu().numpy()
-        is_stop = np.isin(written, list(self._stop_ids)).any(axis=1)
+        is_stop: np.ndarray = np.isin(written, list(self._stop_ids)).any(axis=1)
         ended = []
         for (row, answer), tokens, has_stop in zip(
             answers, written.tolist(), is_stop.tolist(), strict=True
@@ -350,7 +354,7 @@ def can_replay(model: PreTrainedModel) -> bool:
 @contextmanager
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Lets a model attend by another function."""
-    configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
+    configs = list({id(c): c for c in (model.config, model.config.get_text_config())}.values())
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = name
