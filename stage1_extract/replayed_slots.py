@@ -303,12 +303,10 @@ class ReplayedSlots:
         rows = self._tensor([row for row, _ in answers])
         firsts = self._tensor([len(answer.token_ids) for _, answer in answers])
         columns = firsts[:, None] + torch.arange(STEPS_PER_LOOK, device=self._device)
-        written = self._written[rows].gather(1, columns).cpu().numpy()
-        is_stop: np.ndarray = np.isin(written, list(self._stop_ids)).any(axis=1)
+        written = self._written[rows].gather(1, columns).tolist()
         ended = []
-        for (row, answer), tokens, has_stop in zip(
-            answers, written.tolist(), is_stop.tolist(), strict=True
-        ):
+        for (row, answer), tokens in zip(answers, written, strict=True):
+            has_stop = not self._stop_ids.isdisjoint(tokens)
             answer.token_ids += cut_after_stop(tokens, self._stop_ids) if has_stop else tokens
             del answer.token_ids[self._max_new_tokens :]
             if has_stop or len(answer.token_ids) == self._max_new_tokens:
