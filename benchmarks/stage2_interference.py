@@ -26,6 +26,15 @@ from results import device_name, record
 ROOT = Path(__file__).parents[1]
 Figures = dict[str, tuple[float, str, str]]
 
+# What `dflash-offline train` does before it starts drafters of one shape on GPUs.
+PRIME = """
+import sys
+from stage2_train.config import DrafterRun
+from stage2_train.prime import prime
+
+prime(DrafterRun.model_validate_json(sys.argv[1]))
+"""
+
 # One drafter's process: warm up, wait for the others, train for a while, say how much.
 PROCESS = """
 import json, sys, time
@@ -159,8 +168,8 @@ def run_of(arguments: argparse.Namespace, folder: Path, number: int) -> dict[str
     }
 
 
-def environment_of(arguments: argparse.Namespace, folder: Path, number: int) -> dict[str, str]:
-    """One thread, and on a CPU a core of its own among those that there are."""
+def environment_of(folder: Path) -> dict[str, str]:
+    """One thread of the CPU; compiled code in a folder that is new."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -180,7 +189,7 @@ def train_at_once(arguments: argparse.Namespace, folder: Path, count: int) -> li
                 json.dumps(run_of(arguments, folder, number)),
                 str(arguments.seconds),
             ],
-            env=environment_of(arguments, folder, number),
+            env=environment_of(folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -202,10 +211,17 @@ def train_at_once(arguments: argparse.Namespace, folder: Path, count: int) -> li
 def processes_figures(arguments: argparse.Namespace, folder: Path) -> Figures:
     """Aggregate rates of drafters in processes of their own."""
     # Imported here, for the toy needs torch alone and runs on releases that we do not.
+    import torch
     from shapes import SHAPES
     from synthetic_store import make_store
 
     make_store(folder / "store", SHAPES[arguments.shape], [512] * 400, encoding="fp8")
+    if torch.cuda.is_available():
+        subprocess.run(
+            [sys.executable, "-c", PRIME, json.dumps(run_of(arguments, folder, 0))],
+            env=environment_of(folder),
+            check=True,
+        )
     figures: Figures = {}
     solo = 0.0
     for count in map(int, arguments.counts.split(",")):
@@ -223,6 +239,7 @@ def processes_figures(arguments: argparse.Namespace, folder: Path) -> Figures:
             "fraction",
             "all drafters' rate over that of one alone",
         )
+        print(f"{count} at once: {sum(rates):.0f} tokens/s", flush=True)
     return figures
 
 
