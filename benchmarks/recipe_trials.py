@@ -26,8 +26,11 @@ import torch
 from acceptance_data import BatchSettings, Texts, judged_batches, keep, make_batches, read_states
 from acceptance_states import resident_states
 from drafter_lanes import BatchShape, Lane, LaneSettings, walked_lengths
+from safetensors.torch import load_file
 from torch import Tensor
 
+from stage1_extract.config import TargetConfig
+from stage1_extract.target import resolve_target
 from stage2_train.blocks import eligible_anchors, offset_weights
 from stage2_train.collate import EncodedLayer, PackedBatch
 from stage2_train.config import DrafterConfig, DrafterRun, LossKind, OptimizerConfig, TrainConfig
@@ -57,12 +60,15 @@ class Recipe:
     """D-PACE's smoothing."""
     rate: float = 1.5e-3
     layers: int = 5
+    is_from_target: bool = False
+    """Whether the layers begin as the target's last ones."""
 
 
 RECIPES = {
     "decay 7": Recipe(gamma=7.0),
     "pace 0.5": Recipe(pace=0.5),
     "decay 4": Recipe(gamma=4.0),
+    "pace 0.5, of target": Recipe(pace=0.5, is_from_target=True),
     "pace 0.5, rate 3e-3": Recipe(pace=0.5, rate=3e-3),
     "pace 0.25": Recipe(pace=0.25),
     "kl, decay 4": Recipe(kind="kl", gamma=4.0),
@@ -137,6 +143,39 @@ def texts_of(snapshot: Snapshot, trained: tuple[str, ...]) -> tuple[SuiteTexts, 
     """The sequences of a store, and the index of each in the snapshot."""
     found, order = acceptance_data.read_texts(snapshot, trained="trained", probe=False)
     return SuiteTexts(**vars(found), trained_kinds=trained), order
+
+
+@torch.no_grad()
+def copy_last_layers(drafter: Drafter, model: str) -> None:
+    """Begins a drafter as the target's last layers, over the last of the states that it reads.
+
+    The norms of queries and keys, which such a target lacks, get the scale that its own have.
+    """
+    folder = Path(resolve_target(TargetConfig(model=model)))
+    weights = {
+        key.removeprefix("model."): weight.float()
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, weight in load_file(path).items()
+    }
+    num_layers = 1 + max(int(key.split(".")[1]) for key in weights if key.startswith("layers."))
+    first = num_layers - len(drafter.layers)
+    hidden_size = drafter.norm.weight.shape[0]
+    for name, weight in drafter.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "layers":
+            parts[1] = str(first + int(parts[1]))
+        taken = weights.get(".".join(parts))
+        if taken is not None and taken.shape == weight.shape:
+            weight.copy_(taken)
+    drafter.fc.weight[:, -hidden_size:] += torch.eye(hidden_size)
+    drafter.hidden_norm.weight.copy_(weights[f"layers.{first}.input_layernorm.weight"])
+    for number, layer in enumerate(drafter.layers):
+        # The rms of a head's queries behind a normed input, as if its channels were independent.
+        norm = weights[f"layers.{first + number}.input_layernorm.weight"]
+        for name in ("q", "k"):
+            projection = weights[f"layers.{first + number}.self_attn.{name}_proj.weight"] * norm
+            scale = projection.square().sum(dim=1).mean().sqrt()
+            getattr(layer.self_attn, f"{name}_norm").weight.fill_(float(scale))
 
 
 def judged(lane: Lane, texts: Texts, batches: Tensor, groups: list[list[int]]) -> dict[str, float]:
@@ -283,6 +322,8 @@ def run(arguments: argparse.Namespace) -> None:
         lane.record()
         first = Drafter(architecture)
         initialize(first, seed=0)
+        if recipe.is_from_target:
+            copy_last_layers(first, arguments.model)
         lane.start({key: weight.detach() for key, weight in first.named_parameters()})
         lanes[name] = lane
         if recipe.block_size not in walks:
@@ -359,6 +400,7 @@ def main() -> None:
     parser.add_argument("store")
     parser.add_argument("--trained", default="chat,code,math,words")
     parser.add_argument("--recipes", default=";".join(RECIPES), help="names, with ; between them")
+    parser.add_argument("--model", default="embedded:smollm2-135m-instruct", help="the target")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512, help="of 16 tokens")
     parser.add_argument("--mask-token-id", type=int, default=9)
