@@ -50,6 +50,8 @@ from stage2_train.ranks import Ranks, joined_ranks
 from stage2_train.step import batch_loss
 
 PARTS = ("sums", "drafter", "target")
+# The compiled step's rate, as a whole host last measured it.
+ALONE = r"host_\d+_\d+_alone_deep_train_tok_s"
 FOLDER_VARIABLE = "HOST_RANKS_FOLDER"
 PORT = 29_533
 BATCH_SEQUENCES = 2
@@ -134,7 +136,7 @@ def drafter(shape: Shape, ranks: Ranks, device: torch.device, *, repeats: int) -
         "step_ms": (shared_s * 1e3, "ms", f"a step of {ranks.size} GPUs, a sequence each"),
         "speedup": (ranks.size * alone_s / shared_s, "times", "uncompiled"),
     }
-    tok_s = last_measured("host_2_2_alone_deep_train_tok_s") if shape == SHAPES["wide"] else None
+    tok_s = last_measured(ALONE) if shape == SHAPES["wide"] else None
     if tok_s is not None:
         compiled_s = shape.sequence_tokens / tok_s
         about = f"if sharing adds {added_s * 1e3:.1f} ms to the compiled {compiled_s * 1e3:.0f} ms"

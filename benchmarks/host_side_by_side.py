@@ -36,9 +36,12 @@ class SideBySide:
     run_file: Path
     workers: list[int]
     drafters: list[str]
+    queued: list[str]
+    """Drafters that start when another has ended."""
     gpu_of: dict[str, int]
     """By `worker 0` or a drafter's name, as the run file counts GPUs."""
     show: Callable[[Figures], None]
+    halted: list[str] = field(default_factory=list)
     paces: dict[str, dict[str, float]] = field(default_factory=dict)
     """Tokens a second by window and process."""
 
@@ -76,7 +79,7 @@ class SideBySide:
         return len(train_records(self.run_dir, name)) >= WARMUP_RECORDS
 
     def wait_until_ready(self, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Waits until all work.
+        """Waits until all work; who is ready is halted, so that the store grows in windows only.
 
         Raises:
             ValueError: a launcher ended, or it takes too long.
@@ -90,6 +93,9 @@ class SideBySide:
                 if time.monotonic() - start_s > READY_S:
                     raise ValueError(f"{name} does not work after {READY_S:.0f} s; see its log")
             note(self.events, event="ready", name=name)
+            print(f"{time.monotonic() - start_s:6.1f} s: {name} works", flush=True)
+            self.send([name], signal.SIGSTOP)
+            self.halted.append(name)
         seconds = time.monotonic() - start_s
         about = f"{len(self.workers)} workers and {len(self.drafters)} drafters"
         key = f"host_{self.run_file.stem}_start_s"
@@ -103,7 +109,9 @@ class SideBySide:
         halted = [each for each in self.everybody() if each not in chosen]
         self.send(halted, signal.SIGSTOP)
         self.send(chosen, signal.SIGCONT)
-        time.sleep(SETTLE_S if workers else SETTLE_S / 2)
+        if halted or self.halted:
+            time.sleep(SETTLE_S if workers else SETTLE_S / 2)
+        self.halted = halted
         self.measure(name, workers, drafters, seconds=seconds)
 
     def measure(
@@ -130,19 +138,54 @@ class SideBySide:
         self.paces[name] = rates
         self.show(figures)
 
-    def kill(self, seconds: float) -> None:
-        """Ends a worker and a drafter with SIGKILL; the others are watched before and after."""
-        workers, drafters = list(self.workers), list(self.drafters)
-        self.window("before_kill", workers, drafters, seconds=seconds)
-        victims = [f"worker {workers.pop()}"] if len(workers) > 1 else []
-        if len(drafters) > 1:
-            victims.append(drafters.pop())
-        self.send(victims, signal.SIGKILL)
-        note(self.events, event="killed", names=victims)
-        self.workers, self.drafters = workers, drafters
-        # At once: what a death, and the start of a queued drafter, cost the others is looked for.
-        self.measure("after_kill", workers, drafters, seconds=1.5 * seconds)
-        self.show(self.ratios("after_kill", "before_kill", f"killed: {', '.join(victims)}"))
+    def kill(self, name: str) -> None:
+        """Ends a worker or a drafter with SIGKILL."""
+        self.send([name], signal.SIGKILL)
+        note(self.events, event="killed", names=[name])
+        if name in self.drafters:
+            self.drafters.remove(name)
+        else:
+            self.workers.remove(int(name.split()[1]))
+
+    def kill_drafter(self, reference: str, *, seconds: float) -> str:
+        """Ends a drafter; all others are watched from then on, while a queued one takes its GPU.
+
+        Returns:
+            The window with which rates are to be compared from then on.
+        """
+        victim = self.drafters[-1]
+        self.kill(victim)
+        # At once: what a death, and the start of another, cost the others is looked for.
+        self.measure("drafter_killed", self.workers, self.drafters, seconds=seconds)
+        self.show(self.ratios("drafter_killed", reference, f"beside the death of {victim}"))
+        if not self.queued:
+            return reference
+        successor = self.queued.pop(0)
+        self.gpu_of[successor] = self.gpu_of[victim]
+        start_s = time.monotonic()
+        while not self.is_ready(successor) and time.monotonic() - start_s < READY_S:
+            time.sleep(POLL_S)
+        key = f"host_{self.run_file.stem.replace('-', '_')}_successor_s"
+        about = f"from the death of {victim} until {successor} works on its GPU"
+        self.show({key: (seconds + time.monotonic() - start_s, "s", about)})
+        self.drafters.append(successor)
+        self.measure("successor", self.workers, self.drafters, seconds=0.8 * seconds)
+        self.show(self.ratios("successor", reference, f"{successor} in the place of {victim}"))
+        return "successor"
+
+    def kill_worker(self, reference: str, *, seconds: float) -> None:
+        """Ends a worker; all others are watched from then on."""
+        victim = f"worker {self.workers[-1]}"
+        self.kill(victim)
+        self.measure("worker_killed", self.workers, self.drafters, seconds=seconds)
+        self.show(self.ratios("worker_killed", reference, f"beside the death of {victim}"))
+        if self.workers:
+            return
+        # The command has ended with its only worker, and is given again.
+        with running(self.host, "extract", self.run_file):
+            self.measure("worker_returns", [], self.drafters, seconds=1.5 * seconds)
+        about = f"while {victim} starts again"
+        self.show(self.ratios("worker_returns", reference, about))
 
     def ratios(self, name: str, reference: str, about: str) -> Figures:
         """Rates of one window over those of another, for the processes of both."""
@@ -182,6 +225,7 @@ def side_by_side(
         run_file=run_file,
         workers=list(range(len(extract_gpus))),
         drafters=drafters,
+        queued=queued[len(drafters) :],
         gpu_of={f"worker {index}": gpu for index, gpu in enumerate(extract_gpus)}
         | dict(zip(drafters, train_gpus, strict=True)),
         show=show,
@@ -220,5 +264,7 @@ def watch(run: SideBySide, windows: Sequence[str], *, seconds: float) -> None:
             run.window(f"train_{count}", [], drafters[:count], seconds=0.6 * seconds)
         for name in (*(f"train_{count}" for count in range(2, len(drafters) + 1)), "together"):
             run.show(run.ratios(name, "alone", "over the rate of the same drafter alone"))
-    if "kill" in windows and max(len(workers), len(drafters)) > 1:
-        run.kill(0.8 * seconds)
+    if "kill" in windows:
+        run.window("before_kill", workers, drafters, seconds=0.6 * seconds)
+        reference = run.kill_drafter("before_kill", seconds=0.8 * seconds)
+        run.kill_worker(reference, seconds=0.8 * seconds)

@@ -2,13 +2,15 @@
 
     python benchmarks/simulate_host.py [--workers 5] [--drafters 3] [--shape wide|qwen3-8b]
         [--bytes-per-value 1.0] [--disk-gb-s 2.2] [--page-cache-gb 400] [--sequences 30000]
-        [--json OUT.json]
+        [--scaled] [--json OUT.json]
 
 Workers extract, drafters of several kinds train: while the store grows, alone, and one, two, ... at
 once; then one drafter over several GPUs, and a target over two. GPUs share nothing but the disk and
-the page cache, so that is what is simulated, second by second; a GPU's own rate is the measured one
-(the last of its name in results.jsonl), scaled by arithmetic to the shape. Figures are named as
-`whole_host.py` names what it measures; where results.jsonl holds one, it is printed beside.
+the page cache, so that is what is simulated, second by second. A GPU's own rate is the last one in
+results.jsonl that a worker, or a drafter of its kind, had alone at the shape. Without one, or with
+`--scaled`, it is that of Qwen3-8B's shape, scaled by arithmetic: as good as those rows are new, and
+as the two shapes use the GPU alike. Figures are named as `whole_host.py` names what it measures;
+where results.jsonl holds one, it is printed beside.
 
 Assumed, not measured: the page cache forgets what was used longest ago, drafters read in orders of
 their own, the disk serves everybody alike, and a collective moves `--nccl-gb-s` on each GPU.
@@ -16,6 +18,7 @@ their own, the disk serves everybody alike, and a collective moves `--nccl-gb-s`
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,9 +124,9 @@ def simulate(
 
 
 def last_measured(name: str) -> float | None:
-    """The last recorded value of a figure; None if it was never recorded."""
+    """The last recorded value of a figure, named by a regular expression; None without one."""
     records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    values = [float(record["value"]) for record in records if record["name"] == name]
+    values = [float(record["value"]) for record in records if re.fullmatch(name, record["name"])]
     return values[-1] if values else None
 
 
@@ -201,27 +204,32 @@ class Rates:
 
 
 def rates(arguments: argparse.Namespace, shape: Shape) -> Rates:
-    """The measured rates of one GPU, scaled to a shape."""
+    """The rates of one GPU: as given, as measured at the shape, or scaled from Qwen3-8B's."""
     known = SHAPES["qwen3-8b"]
-    worker = arguments.extract_tok_s or measured("stage1_store_tok_s") * (
-        target_flops_per_token(known, context=known.sequence_tokens)
-        / target_flops_per_token(shape, context=shape.sequence_tokens)
-    )
+    # Whole hosts have been measured at one shape.
+    is_measured = arguments.shape == "wide" and not arguments.scaled
+    worker = arguments.extract_tok_s
+    if worker is None and is_measured:
+        worker = last_measured(r"host_\d+_\d+_extract_1_extract_tok_s")
+    if worker is None:
+        worker = measured("stage1_store_tok_s") * (
+            target_flops_per_token(known, context=known.sequence_tokens)
+            / target_flops_per_token(shape, context=shape.sequence_tokens)
+        )
     eager = measured("stage1_forward_packed_eager_4") / measured("stage1_forward_packed_compiled_4")
-    step = measured("stage2_step_bf16_tok_s") * drafter_flops_per_token(
-        known, num_layers=known.num_layers
-    )
-    deep = drafter_flops_per_token(shape, num_layers=shape.num_layers)
     if arguments.train_tok_s is not None:
-        step = arguments.train_tok_s * deep
-    return Rates(
-        worker=worker,
-        eager_worker=worker * eager,
-        drafters={
-            each["name"]: step / drafter_flops_per_token(shape, num_layers=each["num_layers"])
-            for each in DRAFTERS
-        },
-    )
+        deep = drafter_flops_per_token(shape, num_layers=shape.num_layers)
+        flops_s, is_measured = arguments.train_tok_s * deep, False
+    else:
+        step = drafter_flops_per_token(known, num_layers=known.num_layers)
+        flops_s = measured("stage2_step_bf16_tok_s") * step
+    drafters = {}
+    for each in DRAFTERS:
+        name = each["name"]
+        alone = last_measured(rf"host_\d+_\d+_alone_{name}_train_tok_s") if is_measured else None
+        scaled = flops_s / drafter_flops_per_token(shape, num_layers=each["num_layers"])
+        drafters[name] = scaled if alone is None else alone
+    return Rates(worker=worker, eager_worker=worker * eager, drafters=drafters)
 
 
 def phases(arguments: argparse.Namespace, shape: Shape) -> dict[str, list[Outcome]]:
@@ -321,6 +329,9 @@ def main() -> None:
     parser.add_argument("--nccl-gb-s", type=float, default=300.0)
     parser.add_argument("--sequences", type=int, default=30_000, help="size of the whole store")
     parser.add_argument("--seconds", type=int, default=600)
+    parser.add_argument(
+        "--scaled", action="store_true", help="rates from those of Qwen3-8B's shape"
+    )
     parser.add_argument("--extract-tok-s", type=float, help="of one worker; default: measured")
     parser.add_argument("--train-tok-s", type=float, help="of one deep drafter; default: measured")
     parser.add_argument("--json", type=Path, help="also write the figures here")

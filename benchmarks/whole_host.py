@@ -14,7 +14,8 @@ The others run the product's own commands on them, as a user would, and say what
 
 - `side-by-side`: all workers and all drafters are started; then some are halted (SIGSTOP) and woken
   again, so that each runs alone, with its like and with all the others, without a new start.
-  `kill` ends a worker and a drafter with SIGKILL; a drafter that was queued takes the free GPU.
+  `kill` ends a drafter with SIGKILL, whose GPU a queued one takes, and then a worker, whose units
+  the others take over; a worker that was the only one is started again.
 - `one-drafter`, `one-target`: several GPUs for one drafter, for one target.
 
 What is measured is printed and kept at once, for a run that is cut off. `record` appends all of it

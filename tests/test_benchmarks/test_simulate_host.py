@@ -1,6 +1,8 @@
 """The simulated host: nobody gets more than there is, and who waits for nothing keeps its rate."""
 
 import importlib
+import json
+from argparse import Namespace
 
 import pytest
 from hypothesis import given, settings
@@ -62,3 +64,27 @@ def test_a_shallow_drafter_costs_less_than_a_deep_one(simulation):
     assert costs == sorted(costs)
     # The frozen head is the same for all.
     assert costs[2] < 5 / 3 * costs[0]
+
+
+@pytest.mark.parametrize(("is_scaled", "expected"), [(False, 5.0), (True, None)])
+def test_a_rate_that_was_measured_at_the_shape_is_not_scaled(
+    simulation, monkeypatch, tmp_path, is_scaled, expected
+):
+    rows = {
+        "stage1_store_tok_s": 100.0,
+        "stage1_forward_packed_eager_4": 1.0,
+        "stage1_forward_packed_compiled_4": 2.0,
+        "stage2_step_bf16_tok_s": 100.0,
+        "host_2_2_alone_deep_train_tok_s": 4.0,
+        "host_1_1_alone_deep_train_tok_s": 5.0,
+    }
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps({"name": n, "value": v}) + "\n" for n, v in rows.items()))
+    monkeypatch.setattr(simulation, "RESULTS", results)
+    arguments = Namespace(shape="wide", scaled=is_scaled, extract_tok_s=None, train_tok_s=None)
+    shape = importlib.import_module("shapes").SHAPES["wide"]
+    drafters = simulation.rates(arguments, shape).drafters
+    if expected is not None:
+        assert drafters["deep"] == expected
+    # What was not measured is scaled: fewer layers, more tokens.
+    assert drafters["deep"] < drafters["medium"] < drafters["shallow"] < 100.0
