@@ -80,13 +80,7 @@ def test_killed_and_resumed_is_uninterrupted(make_run, train):
     assert train_drafter(whole) == EXIT_DONE
     killed = make_run(name="killed", train=train)
     num_steps = records(whole)[-1]["step"]
-    for step in (num_steps - 4,):
-        died = subprocess.run(
-            [sys.executable, "-c", KILLED, killed.model_dump_json(), str(step)],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-            check=False,
-        )
-        assert died.returncode == -signal.SIGKILL
+    assert exit_code_of(KILLED, killed, num_steps - 4) == -signal.SIGKILL
     assert train_drafter(killed) == EXIT_DONE
     assert_same_tensors(final_tensors(killed), final_tensors(whole))
     timeless = ("loss", "accuracy_by_offset", "gradient_norm", "learning_rate", "step")
@@ -94,6 +88,41 @@ def test_killed_and_resumed_is_uninterrupted(make_run, train):
     assert [[r[key] for key in timeless] for r in records(killed)] == [
         [r[key] for key in timeless] for r in records(whole)
     ]
+
+
+PRIMED = """
+import sys
+from stage2_train.config import DrafterRun
+from stage2_train.prime import prime
+prime(DrafterRun.model_validate_json(sys.argv[1]))
+"""
+
+
+def exit_code_of(script: str, run: DrafterRun, *arguments: object) -> int:
+    """Runs a script in a process of its own, as a training has on a GPU."""
+    return subprocess.run(
+        [sys.executable, "-c", script, run.model_dump_json(), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    ).returncode
+
+
+@pytest.mark.gpu
+def test_killed_and_resumed_is_uninterrupted_on_a_gpu_where_kernels_are_those_pinned(make_run):
+    settings = {
+        "drafter": {"block_size": 8, "head_dim": 32},
+        "train": {"dtype": "bfloat16", "num_anchors": 16, "validation_steps": 1000},
+    }
+    whole, killed = (make_run(name=name, **settings) for name in ("whole", "killed"))
+    never = 10**9
+    assert exit_code_of(PRIMED, whole) == 0
+    assert exit_code_of(KILLED, whole, never) == 0
+    num_steps = records(whole)[-1]["step"]
+    assert exit_code_of(KILLED, killed, num_steps - 4) == -signal.SIGKILL
+    assert exit_code_of(KILLED, killed, never) == 0
+    assert {record["execution"] for record in records(killed)} == {"compiled"}
+    assert sum(record["num_compiles_cold"] for record in records(killed)) == 0
+    assert_same_tensors(final_tensors(killed), final_tensors(whole))
 
 
 def test_other_processes_that_read_change_nothing_stopped_and_resumed_too(make_run, monkeypatch):
