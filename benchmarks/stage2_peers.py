@@ -196,6 +196,7 @@ def measure(
     """Warms one trainer up and times it; gives its figures by name."""
     torch.compiler.reset()
     if device.type == "cuda":
+        torch.cuda.init()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     step = TRAINERS[name](shape, arguments, device)
