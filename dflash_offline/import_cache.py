@@ -29,6 +29,7 @@ from storage.errors import NonFiniteStatesError
 from storage.order import permutation
 from storage.schema import LM_HEAD_INPUT, LayerRecord
 from storage.shard_writer import ShardWriter
+from storage.versions import versions
 from storage.writer import create_store
 
 CHECKED_SEQUENCES = 3
@@ -102,6 +103,14 @@ def import_cache(
     if settings.is_checked:
         report.differences = importer.check()
     store = create_store(run.store_dir, store_identity(run, config, load_tokenizer(run.target)))
+    store.note_origin(
+        {
+            "versions": versions(),
+            "settings": run.model_dump(mode="json"),
+            "imported_from": str(settings.source),
+            "taken_from_run": report.taken_from_run,
+        }
+    )
     shape = store_shape(run, config)
     record_layers(store, shape, importer.calibrate)
     save_head(store, run, target, token_ids=importer.token_ids(cache.ids[0]))

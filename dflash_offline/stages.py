@@ -1,14 +1,10 @@
 """What each command does: settings in, the stage's own page called, an exit code out."""
 
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -34,8 +30,7 @@ from stage2_train.config import DrafterRun
 from storage.files import replace_whole
 from storage.lock import only_process_in
 from storage.reader import open_store
-
-PACKAGES_OF_RECORD = ("torch", "triton", "transformers", "safetensors", "zarr", "numcodecs")
+from storage.versions import versions
 
 
 def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[str]) -> int:
@@ -324,21 +319,6 @@ def _start_run(config: RunConfig) -> Path:
     replace_whole(run_dir / "run.resolved.toml", resolved)
     replace_whole(run_dir / "versions.json", json.dumps(versions(), indent=1).encode())
     return run_dir
-
-
-def versions() -> dict[str, Any]:
-    """Versions of Python and the packages that matter, and the git commit where there is one."""
-    found = {name: importlib.metadata.version(name) for name in PACKAGES_OF_RECORD}
-    return {"python": platform.python_version(), "git_commit": _git_commit(), **found}
-
-
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _report(exit_codes: dict[str, int], *, again: str) -> int:

@@ -1,8 +1,9 @@
 """What the `store` commands print: a store's contents, one sequence, the verdict of a check."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -42,6 +43,17 @@ def print_store(store_dir: str) -> None:
         f"greedily by the target), {num_tokens:,} tokens, of which "
         f"{int(snapshot.num_supervised.sum()):,} can be anchors; snapshot {snapshot.id}"
     )
+    for line in dict.fromkeys(map(_origin_words, store.origins())):
+        console.print(line)
+
+
+def _origin_words(origin: Mapping[str, Any]) -> str:
+    """What filled the store, in a line; its settings stand in `origins/` of the store."""
+    made_by = ", ".join(f"{name} {text}" for name, text in origin["versions"].items() if text)
+    if "imported_from" not in origin:
+        return f"filled with {made_by}"
+    taken = ", ".join(origin["taken_from_run"])
+    return f"imported from {origin['imported_from']} with {made_by}; taken from the run: {taken}"
 
 
 def _layer_table(store: Store, snapshot: Snapshot) -> Table:

@@ -27,6 +27,7 @@ from stage1_extract.preparation import (
 from stage1_extract.sequences import TokenSequence
 from stage1_extract.target_files import load_config, load_tokenizer
 from storage.reader import open_store
+from storage.versions import versions
 from storage.writer import WritableStore, create_store
 
 _SAMPLED_CONVERSATIONS = 256
@@ -59,6 +60,7 @@ def prepare_store(
         summary = f"{conversations.problems.summary()}{conversations.problems.first()}"
         print(f"unusable lines: {summary}", file=sys.stderr, flush=True)
     store = create_store(run.store_dir, store_identity(run, config, tokenizer))
+    store.note_origin({"versions": versions(), "settings": run.model_dump(mode="json")})
     refuse_other_layers(store, shape)
     new_ids = store.unplanned(conversations.ids)
     new_tokens = tokens_to_plan(

@@ -1,6 +1,5 @@
 """A running training: epochs, steps, validations, checkpoints."""
 
-import importlib.metadata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from stage2_train.step import batch_loss
 from stage2_train.target_head import TargetHead
 from stage2_train.validation import validate
 from storage.reader import Snapshot
+from storage.versions import versions
 
 Ending = Literal["epoch", "done", "stopped"]
 
@@ -243,9 +243,3 @@ class Training:
                 remove_old_checkpoints(self.run.drafter_dir, keep=self.run.train.keep_checkpoints)
             # Nobody goes on, or leaves, before it is on disk.
             self.ranks.sum(0.0)
-
-
-def versions() -> dict[str, str]:
-    """Gives the versions of the packages that shape a result."""
-    names = ("torch", "transformers", "numpy", "safetensors", "zarr")
-    return {name: importlib.metadata.version(name) for name in names}

@@ -79,6 +79,8 @@ def copy_store(
     add_layers(target, [record for name, record in layers.items() if name not in late])
     _copy_head(source, target)
     _copy_plans(source, target)
+    for name in source.names(layout.ORIGINS):
+        _copy_record(source, target, f"{layout.ORIGINS}/{name}")
     for unit in sorted(dead):
         _copy_record(source, target, layout.tombstone(unit))
     new = sorted(units - committed_units(target))

@@ -64,6 +64,8 @@ def derive_store(
         _add_layers(snapshot, target, encoding, packing)
     for name in source.head_names():
         target.put_head_file(name, source.head_bytes(name))
+    for origin in source.origins():
+        target.note_origin(origin)
     recoder = _Recoder(snapshot, target)
     ids = [snapshot.sequence_id(index) for index in range(snapshot.num_sequences)]
     target.plan_generation([*ids, *recoder.skipped], num_units=max(1, snapshot.num_shards))

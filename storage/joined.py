@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32, UInt64
@@ -108,6 +109,10 @@ class JoinedStore(Store):
                     "them alike with `store encode SRC DST --like STORE`"
                 )
         return {name: first[name] for name in shared}
+
+    def origins(self) -> list[dict[str, Any]]:
+        """Settings and versions that filled the members; for people."""
+        return [origin for member in self.members for origin in member.origins()]
 
     def head_names(self) -> list[str]:
         """Names of all files of head/; the same in all members, for their target is the same."""

@@ -19,6 +19,7 @@ CATALOG = "catalog"
 TOMBSTONES = "tombstones"
 ADDED = "added"
 PLANS = "plans"
+ORIGINS = "origins"
 
 TOKENS = "tokens.bin"
 SCALES = "scales"
@@ -54,6 +55,11 @@ def generation(number: int) -> str:
 def planned_ids(digest: str) -> str:
     """The sorted ids of a generation, one a line, under their SHA-256."""
     return f"{PLANS}/{digest}.ids"
+
+
+def origin(digest: str) -> str:
+    """A record of settings and versions that filled the store, under its SHA-256."""
+    return f"{ORIGINS}/{digest}.json"
 
 
 def catalog(name: str) -> str:

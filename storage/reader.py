@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, UInt64
@@ -19,6 +20,7 @@ from storage.files import Files, LocalFiles, replace_whole
 from storage.head import check_head_file, head_files, read_head_file
 from storage.identity import read_identity, read_layers
 from storage.losses import EncodingLoss, total_losses
+from storage.origins import read_origins
 from storage.places import files_at
 from storage.plan import planned_counts
 from storage.read_cache import CachedFiles, ReadCache
@@ -90,6 +92,10 @@ class Store:
     def layers(self) -> dict[str, LayerRecord]:
         """The stored layers by name, decoder layers in order, as they are recorded now."""
         return read_layers(self.files)
+
+    def origins(self) -> list[dict[str, Any]]:
+        """Settings and versions that filled the store; for people."""
+        return read_origins(self.files)
 
     def head_names(self) -> list[str]:
         """Names of all files of head/."""

@@ -99,7 +99,8 @@ def _name_of_state(files: Files, unit: UnitId) -> str:
 def _check_records(files: Files) -> Iterator[Problem]:
     """Problems of the files that concern the whole store."""
     read_identity(files)
-    for folder in (layout.LAYERS, layout.PENDING_LAYERS, layout.TOMBSTONES):
+    folders = (layout.LAYERS, layout.PENDING_LAYERS, layout.TOMBSTONES, layout.ORIGINS)
+    for folder in folders:
         for path in _record_paths(files, folder):
             yield from _problems_of(lambda path=path: read_record(files, path))  # type: ignore[misc]
     yield from _problems_of(lambda: read_layers(files))

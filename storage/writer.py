@@ -1,12 +1,14 @@
 """Create a store, plan its units, start shards: what the writing side sees of a store."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from storage import head, identity, layout
 from storage.commits import committed_units, layers_of, read_commit, tombstoned_units
 from storage.errors import StoreError
 from storage.files import Files
+from storage.origins import note_origin
 from storage.places import files_at
 from storage.plan import create_generation, read_generation
 from storage.schema import LayerRecord, StoreIdentity, UnitId
@@ -84,6 +86,10 @@ class WritableStore:
     def put_head_file(self, name: str, data: bytes) -> None:
         """Stores a file under head/; an equal second put is fine, a different one raises."""
         head.put_head_file(self.files, name, data)
+
+    def note_origin(self, origin: Mapping[str, Any]) -> None:
+        """Keeps settings and versions that fill the store, as JSON values; equal ones once."""
+        note_origin(self.files, origin)
 
     def plan_generation(self, sequence_ids: Sequence[str], *, num_units: int) -> int:
         """Plans the ids that no earlier generation holds as a new generation of units.

@@ -253,6 +253,20 @@ def test_bad_conversations_are_skipped_and_counted(
     assert "1 x bad JSON" in output.err
 
 
+def test_the_store_says_which_settings_and_versions_filled_it(
+    make_run: MakeRun, talks: Callable[..., list[dict[str, Any]]]
+) -> None:
+    run = make_run(*talks(3))
+    for _ in range(2):  # Each worker and each later extraction notes the same.
+        prepare_store(run)
+    (origin,) = open_store(run.store_dir).origins()
+    assert origin["settings"]["store"]["encoding"] == run.store.encoding
+    assert origin["versions"]["torch"] == torch.__version__
+    prepare_store(run.model_copy(update={"data": run.data.model_copy(update={"limit": 2})}))
+    limits = [each["settings"]["data"]["limit"] for each in open_store(run.store_dir).origins()]
+    assert sorted(limits, key=str) == [2, None]
+
+
 def test_too_many_failures_show_in_the_exit_code(
     make_run: MakeRun, talks: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
