@@ -9,6 +9,8 @@ BAD_WAIT_FRACTION = 0.05
 GOOD_FILL_FRACTION = 0.85
 # Below this, a step is so small that handing over a batch shows in it.
 SHORT_STEP_S = 0.05
+# Below this, one larger batch of a neighbour, or a validation, no longer fits a GPU.
+LITTLE_MEMORY_FRACTION = 0.02
 
 
 def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
@@ -30,7 +32,7 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
         line += (
             f" | mem {record['memory_peak_bytes'] / 2**30:.0f}"
             f"/{record['memory_total_bytes'] / 2**30:.0f} GiB"
-            f" retries {record['memory_retries']}"
+            f" free {record['memory_free_bytes'] / 2**30:.0f} retries {record['memory_retries']}"
         )
     if record.get("first_report_s") is not None:
         line += f" | {record['first_report_s']:.0f} s after start"
@@ -61,6 +63,19 @@ def warning_words(record: Mapping[str, Any]) -> str:
         )
     if record.get("memory_retries"):
         words.append("the GPU's memory is nearly full: allocations were tried again")
+    elif "memory_free_bytes" in record:
+        free_bytes, total_bytes = record["memory_free_bytes"], record["memory_total_bytes"]
+        if free_bytes < LITTLE_MEMORY_FRACTION * total_bytes:
+            words.append(
+                f"the GPU's memory is nearly full: {free_bytes / 2**30:.1f} GiB are left by all "
+                "that run on it; lower train.batch_tokens or train.num_anchors"
+            )
+    # What was compiled is counted where compiling is wanted.
+    if "num_compiles" in record and record["execution"] != "compiled":
+        words.append(
+            f"only {record['num_compiled_steps']} of these steps ran compiled code: slower, and no "
+            "setting of yours; please report it with this log"
+        )
     return "; ".join(words)
 
 

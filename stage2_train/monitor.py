@@ -373,9 +373,11 @@ def _memory(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
     return {
         "memory_peak_bytes": stats["reserved_bytes.all.peak"],
         "memory_total_bytes": torch.cuda.get_device_properties(device).total_memory,
+        "memory_free_bytes": free_bytes,
         "memory_retries": stats["num_alloc_retries"],
     }
 

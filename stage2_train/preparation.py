@@ -16,7 +16,7 @@ from stage2_train.checkpoint import (
 )
 from stage2_train.compile import Evidence
 from stage2_train.config import DrafterRun, TrainConfig
-from stage2_train.data import in_processes, make_batch_maker
+from stage2_train.data import BatchMaker, in_processes, make_batch_maker
 from stage2_train.decode import layer_decoders
 from stage2_train.device import choose_device, choose_dtype
 from stage2_train.drafter import Drafter, initialize
@@ -31,6 +31,7 @@ from stage2_train.ranks import ALONE, Ranks
 from stage2_train.sharding import ShardedAdamW, ShardedGradients, ShardedPath
 from stage2_train.target_head import TargetHead, load_target_head
 from stage2_train.training import Training
+from storage.encodings import encoded_bytes_per_token
 from storage.reader import Store
 from storage.schema import LM_HEAD_INPUT
 
@@ -109,10 +110,16 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
     num_weights = sum(weight.numel() for weight in optimizer.masters)
     monitor.say(
         f"drafter {run.drafter.name}: {num_weights / 1e6:.1f} M weights, layers "
-        f"{', '.join(batches.layer_names)}, {dtype} on {ranks.size} x {device}, "
-        f"from step {position.step}"
+        f"{', '.join(batches.layer_names)} ({read_bytes_per_token(store, batches):,} bytes read a "
+        f"token), {dtype} on {ranks.size} x {device}, from step {position.step}"
     )
     return training, position
+
+
+def read_bytes_per_token(store: Store, batches: BatchMaker) -> int:
+    """Gives what this drafter reads of the store: times its rate, what the disk has to give."""
+    records = [store.layers[name] for name in batches.layer_names]
+    return sum(encoded_bytes_per_token(each.encoding, each.hidden_size) for each in records)
 
 
 def choose_batches_per_step(wanted: int | None, ranks: Ranks) -> int:

@@ -57,8 +57,21 @@ def test_padding_is_said_in_words():
 
 
 def test_memory_is_shown_on_a_gpu():
-    memory = {"memory_peak_bytes": 2**30, "memory_total_bytes": 2**32, "memory_retries": 2}
-    assert "mem 1/4 GiB retries 2" in live_line(RECORD | memory, total_steps=800)
+    memory = {"memory_peak_bytes": 2**30, "memory_total_bytes": 2**32, "memory_retries": 0}
+    roomy = RECORD | memory | {"memory_free_bytes": 2**31}
+    assert live_line(roomy, total_steps=800).endswith("| mem 1/4 GiB free 2 retries 0")
+    full = RECORD | memory | {"memory_free_bytes": 2**25}
+    assert "nearly full: 0.0 GiB are left by all" in warning_words(full)
+    assert "allocations were tried again" in warning_words(roomy | {"memory_retries": 2})
+
+
+def test_uncompiled_steps_are_said_in_words_where_they_should_be_compiled():
+    counted = RECORD | {"num_compiles": 0, "num_compiled_steps": 7}
+    assert "only 7 of these steps ran compiled code" in warning_words(
+        counted | {"execution": "mixed"}
+    )
+    assert warning_words(counted | {"execution": "compiled"}) == ""
+    assert warning_words(RECORD | {"execution": "eager"}) == ""
 
 
 def test_validation_line():
