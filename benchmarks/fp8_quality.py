@@ -42,6 +42,8 @@ from storage.reader import open_store
 
 FORMS = ("fp8", "fp8_all")
 NUM_CURVE_POINTS = 5
+# A seed is begun if there is time for so many of the longest one; what is under way has to end.
+MARGIN = 1.2
 START_S = time.perf_counter()
 
 
@@ -120,14 +122,20 @@ def run(arguments: argparse.Namespace) -> list[Outcome]:
         del host
         lanes = make_lanes(judges.lanes["bf16"], arguments.forms.split(","))
         laboratory = replace(judges, lanes=lanes)
+        longest_s = 0.0
         for seed in range(arguments.seeds):
+            left_s = time_left_s(arguments)
+            if left_s < MARGIN * longest_s:
+                say(f"no time for seed {seed}: {left_s:.0f} s are left, one took {longest_s:.0f}")
+                break
             if seed + 1 < arguments.seeds:
                 ahead[seed + 1] = start_batches(pool, seed + 1, arguments.steps)
             batches = [future.result() for future in ahead.pop(seed)]
-            if laboratory.train(seed, batches, time.time() + time_left_s(arguments)) is None:
+            if laboratory.train(seed, batches, time.time() + left_s) is None:
                 say(f"seed {seed}: the time is up")
                 break
             found += judge(laboratory, judges, seed)
+            longest_s = max(longest_s, left_s - time_left_s(arguments))
         for futures in ahead.values():
             for future in futures:
                 future.cancel()
