@@ -160,10 +160,27 @@ def test_initial_weights_depend_on_the_seed_alone(architecture):
     assert all(
         torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stage2_train.drafter.os.cpu_count", lambda: 1)
+        initialize(second, seed=3)
+    assert torch.equal(first.fc.weight, second.fc.weight), "by one thread, too"
+    layer, other = first.layers[0].mlp, first.layers[1].mlp
+    assert not torch.equal(layer.up_proj.weight, other.up_proj.weight)
     initialize(second, seed=4)
     assert not torch.equal(first.fc.weight, second.fc.weight)
     assert first.fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert (first.norm.weight == 1).all()
+
+
+def test_a_drafter_can_be_made_for_inference(architecture):
+    with torch.inference_mode():
+        made = Drafter(architecture)
+        initialize(made, seed=3)
+    expected = Drafter(architecture)
+    initialize(expected, seed=3)
+    assert torch.equal(made.fc.weight, expected.fc.weight)
+    assert made.fc.weight.is_inference()
+    assert not expected.fc.weight.is_inference()
 
 
 @pytest.mark.parametrize(
