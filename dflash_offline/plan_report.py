@@ -60,6 +60,7 @@ def plan_as_json(plan: RunPlan) -> dict[str, Any]:
             "bytes_by_encoding": extraction.bytes_by_encoding,
             "num_shards": size.num_shards,
             "num_inodes": size.num_inodes,
+            "num_objects": size.num_objects,
             "free_bytes": room.free_bytes,
             "free_inodes": room.free_inodes,
             "max_bytes": room.max_bytes,
@@ -105,7 +106,9 @@ def _extraction_table(plan: ExtractionPlan) -> Table:
         "layers", f"{', '.join(shape.layers)} as {shape.encoding}, {shape.state_bytes:,} B a token"
     )
     table.add_row("store", f"{in_units(size.num_bytes)}{_error_bytes(size.num_bytes_error)}")
-    table.add_row("shards", f"{size.num_shards:,} ({size.num_inodes:,} inodes)")
+    is_on_disk = room.free_bytes is not None
+    files = f"{size.num_inodes:,} inodes" if is_on_disk else f"{size.num_objects:,} objects"
+    table.add_row("shards", f"{size.num_shards:,} ({files})")
     if room.free_bytes is not None:
         table.add_row("free disk", f"{in_units(room.free_bytes)} at {room.place}")
     if room.max_bytes is not None:

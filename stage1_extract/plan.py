@@ -34,6 +34,8 @@ _INODES_OF_A_SHARD = 4
 _INODES_OF_AN_ARRAY = 5
 """Its folder, `zarr.json`, `c`, `c/0` and the data."""
 _INODES_OF_A_STORE = 40
+_FILES_OF_A_SHARD, _FILES_OF_AN_ARRAY, _FILES_OF_A_STORE = 2, 2, 30
+"""The same without folders."""
 """Identity, layer records, plan, head and catalog, with their folders."""
 _FAN_OUT = 256
 """Folders over which shards and commit records are spread, each."""
@@ -83,6 +85,9 @@ class StoreSize:
     """Half width of the 95% interval, from that of the token count."""
     num_shards: int
     num_inodes: int
+    """Files and folders, on a file system."""
+    num_objects: int
+    """Objects, in an object store, which has no folders."""
 
     @property
     def most_bytes(self) -> int:
@@ -129,6 +134,8 @@ def store_size(count: TokenCount, shape: StoreShape) -> StoreSize:
             + 2 * used_folders
             + _INODES_OF_A_STORE
         ),
+        num_objects=shards * (_FILES_OF_A_SHARD + _FILES_OF_AN_ARRAY * shape.num_arrays)
+        + _FILES_OF_A_STORE,
     )
 
 

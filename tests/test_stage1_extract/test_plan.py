@@ -71,6 +71,8 @@ def test_a_real_store_takes_what_was_planned(
     # Shards of 40 kB are nearly all metadata: at real sizes the states decide.
     assert planned.num_bytes == pytest.approx(num_bytes, rel=0.1)
     assert planned.num_inodes == pytest.approx(num_inodes, rel=0.1)
+    num_files = sum(path.is_file() for path in run.store_dir.rglob("*"))
+    assert planned.num_objects == pytest.approx(num_files, rel=0.1)
 
 
 def test_bytes_of_an_8b_target_are_the_published_ones() -> None:
