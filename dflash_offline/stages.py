@@ -68,7 +68,11 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
             note_finished(run, digest=digest)
         return exit_code
 
-    if not open_units:
+    lacking = store.lacking_head_files()
+    if not open_units and lacking:
+        print(f"all {len(units)} units are committed; the head lacks {', '.join(lacking)}")
+        num_workers = 1  # To load the target and write the head again takes one.
+    elif not open_units:
         print(f"nothing to extract: all {len(units)} units are committed in {store_dir_of(config)}")
         return judged()
     num_sequences = sum(len(store.sequences_of(unit)) for unit in open_units)

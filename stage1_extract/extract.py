@@ -74,7 +74,7 @@ def lead_worker(
     store = open_for_writing(run.store_dir)
     order = unit_order(store.units(), worker_index=worker_index, num_workers=num_workers)
     order = [unit for unit in order if not store.is_committed(unit)]
-    if not order:
+    if not order and not store.lacking_head_files():
         print("nothing to extract: all units are committed")
         return judge_extraction(store, run)
     metrics_path = run.run_dir / "extract" / f"worker-{worker_index:05d}.metrics.jsonl"
@@ -95,9 +95,12 @@ def lead_worker(
 
 
 def proof_units(store: WritableStore, open_units: Iterable[UnitId]) -> list[UnitId]:
-    """Units whose sequences prove the target: the same for all workers, so that all batch alike."""
-    generation = min(open_units).generation
-    return [unit for unit in store.units() if unit.generation == generation]
+    """Units whose sequences prove the target: the same for all workers, so that all batch alike.
+
+    Where none is open any more, and only the head is to be written again, all of them.
+    """
+    first = min(open_units, default=None)
+    return [unit for unit in store.units() if first is None or unit.generation == first.generation]
 
 
 def start_worker(

@@ -39,7 +39,7 @@ def note_finished(run: ExtractRun, *, digest: str | None) -> None:
 
 
 def is_finished(run: ExtractRun) -> bool:
-    """Whether the same run came to its end and its store still holds every unit."""
+    """Whether the same run came to its end and its store still holds every unit and the head."""
     try:
         receipt = json.loads(_receipt_path(run).read_bytes())
         noted, num_given_up = receipt["digest"], receipt["num_given_up"]
@@ -50,7 +50,7 @@ def is_finished(run: ExtractRun) -> bool:
         return False  # No receipt, or none that can be read: the long way tells.
     # A shard that was given up since is planned nowhere until preparing plans its sequences anew.
     is_whole = len(tombstoned_units(store.files)) == num_given_up
-    return is_whole and set(store.units()) <= store.committed()
+    return is_whole and set(store.units()) <= store.committed() and not store.lacking_head_files()
 
 
 def run_digest(run: ExtractRun) -> str | None:

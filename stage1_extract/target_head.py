@@ -22,9 +22,8 @@ from torch.nn import functional
 from stage1_extract.parity import relative_differences
 from stage1_extract.target_files import stop_token_ids
 from stage1_extract.target_transformers import TransformersTarget
+from storage.head import FACTS_FILE, WEIGHTS_FILE
 
-WEIGHTS_FILE = "target.safetensors"
-FACTS_FILE = "target.json"
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 

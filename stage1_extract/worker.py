@@ -23,11 +23,10 @@ from stage1_extract.problems import UnusableConversationError
 from stage1_extract.sequences import TokenSequence
 from stage1_extract.signals import StopRequest
 from stage1_extract.target import resolve_target
-from stage1_extract.target_head import FACTS_FILE, head_files
+from stage1_extract.target_head import head_files
 from stage1_extract.target_transformers import TransformersTarget
 from stage1_extract.worker_metrics import WorkerMetrics
-from storage.errors import StoreError
-from storage.reader import open_store
+from storage.head import FACTS_FILE
 from storage.schema import LayerRecord, UnitId
 from storage.writer import WritableStore
 
@@ -239,13 +238,13 @@ def save_head(
     *,
     token_ids: Int32[ndarray, "tokens"],
 ) -> None:
-    """Puts the target's head into the store, once; the facts come last and say it is whole."""
-    try:
-        open_store(run.store_dir).head_bytes(FACTS_FILE)
-    except (StoreError, OSError):
-        files = target.together(head_files, folder=resolve_target(run.target), token_ids=token_ids)
-        for name in sorted(files, key=lambda each: (each == FACTS_FILE, each)):
-            store.put_head_file(name, files[name])
+    """Puts the target's head into the store, once; what is lost of it is put again."""
+    if not store.lacking_head_files():
+        return
+    files = target.together(head_files, folder=resolve_target(run.target), token_ids=token_ids)
+    # The facts come last: trainings that wait for the head begin with them.
+    for name in sorted(files, key=lambda each: (each == FACTS_FILE, each)):
+        store.put_head_file(name, files[name])
 
 
 class _Pace:

@@ -1,6 +1,7 @@
 """Files beside the hidden states that stage 2 needs: embedding, norm, LM head, tokenizer."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from crc32c import crc32c
 
@@ -9,21 +10,60 @@ from storage.errors import DamagedShardError, StoreError
 from storage.files import Files
 from storage.records import create_record, read_record
 
+WEIGHTS_FILE, FACTS_FILE = NEEDED = ("target.safetensors", "target.json")
+"""What no drafter trains without."""
+LAST_LAYERS_FILE = "last_layers.safetensors"
+"""What drafters may start from."""
 READ_BYTES = 16 * 2**20
 """Bytes of one read while a file is checked."""
 
 
 def put_head_file(files: Files, name: str, data: bytes) -> None:
-    """Stores a file under head/; an equal second put is fine, a different one raises."""
+    """Stores a file under head/; an equal second put is fine, a different one raises.
+
+    A file that is not what its record says any more is written again.
+    """
     record = {"num_bytes": len(data), "crc32c": f"{crc32c(data):08x}"}
-    if not (
-        files.create(layout.head_file(name), data)
-        and create_record(files, layout.head_record(name), record)
-    ):
+    path = layout.head_file(name)
+    is_there = files.create(path, data)
+    if not is_there and _recorded(files, name) == record:
+        # The record says that these were its bytes: the file was damaged since.
+        stream = files.replacing_stream(path)
+        stream.write(data)
+        stream.close()
+        is_there = True
+    if not (is_there and create_record(files, layout.head_record(name), record)):
         raise StoreError(
-            f"{files}/{layout.head_file(name)} differs from this run's; "
+            f"{files}/{path} differs from this run's; "
             "the target changed since the store was made: use another store folder"
         )
+
+
+def _recorded(files: Files, name: str) -> dict[str, Any] | None:
+    try:
+        return read_record(files, layout.head_record(name))
+    except FileNotFoundError:
+        return None
+
+
+def lacking_head_files(files: Files) -> list[str]:
+    """Files of head/ that are needed or recorded, but not there in their full size.
+
+    Their bytes are not read: a flipped one shows when the file is used.
+    """
+    return [
+        name for name in sorted({*NEEDED, *head_files(files)}) if not _has_full_size(files, name)
+    ]
+
+
+def _has_full_size(files: Files, name: str) -> bool:
+    try:
+        return (
+            files.size(layout.head_file(name))
+            == read_record(files, layout.head_record(name))["num_bytes"]
+        )
+    except FileNotFoundError:
+        return False
 
 
 def head_files(files: Files) -> list[str]:

@@ -84,8 +84,15 @@ class WritableStore:
         self.add_layers(pending[name] for name in names if name in pending)
 
     def put_head_file(self, name: str, data: bytes) -> None:
-        """Stores a file under head/; an equal second put is fine, a different one raises."""
+        """Stores a file under head/; an equal second put is fine, a different one raises.
+
+        A file that was damaged since is written again.
+        """
         head.put_head_file(self.files, name, data)
+
+    def lacking_head_files(self) -> list[str]:
+        """Files of head/ that are needed or were put, but are gone or of another size now."""
+        return head.lacking_head_files(self.files)
 
     def note_origin(self, origin: Mapping[str, Any]) -> None:
         """Keeps settings and versions that fill the store, as JSON values; equal ones once."""

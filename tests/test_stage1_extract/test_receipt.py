@@ -56,6 +56,17 @@ def test_how_many_work_does_not_matter(finished: ExtractRun) -> None:
     assert is_finished(finished.model_copy(update={"extract": changed}))
 
 
+@pytest.mark.parametrize("lost", ["target.json", "target.safetensors", "tokenizer/tokenizer.json"])
+def test_a_head_that_was_lost_is_written_again(finished: ExtractRun, lost: str) -> None:
+    path = Path(finished.store_dir) / "head" / lost
+    before = path.read_bytes()
+    path.unlink()
+    assert not is_finished(finished)
+    assert run_worker(finished, worker_index=0, num_workers=1) == 0
+    assert path.read_bytes() == before
+    assert is_finished(finished)
+
+
 def test_changed_data_are_looked_at(finished: ExtractRun) -> None:
     (path,) = map(Path, finished.data.conversations)
     with path.open("a") as file:
