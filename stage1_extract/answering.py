@@ -18,6 +18,8 @@ from stage1_extract.slots import Slots, can_share_slots
 from stage1_extract.target import load_target, resolve_target
 from stage1_extract.target_transformers import TransformersTarget
 
+_FEW_ANSWERS, _MANY_ANSWERS = 16, 512
+"""At once where settings do not say: step by step, and where a step is replayed as a whole."""
 _FILL_SHARE = 8
 """Slots are filled again when one in so many is free."""
 
@@ -54,12 +56,15 @@ def answers_of(
     target: TransformersTarget, generator: Generator, config: RegenerateConfig
 ) -> "Slots | ReplayedSlots | BatchedAnswers":
     """Slots where the target's caches allow them, replayed on a GPU where it can; else batches."""
+    num_slots = config.batch_size or _FEW_ANSWERS
     if not can_share_slots(target.model):
-        return BatchedAnswers(generator, num_slots=config.batch_size)
+        return BatchedAnswers(generator, num_slots=num_slots)
     is_replayed = target.model.device.type == "cuda" and can_replay(target.model)
+    if is_replayed:
+        num_slots = config.batch_size or _MANY_ANSWERS
     return (ReplayedSlots if is_replayed else Slots)(
         target.model,
-        num_slots=config.batch_size,
+        num_slots=num_slots,
         max_new_tokens=config.max_new_tokens,
         stop_ids=generator.stop_ids,
         temperature=config.temperature,

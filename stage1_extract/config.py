@@ -151,9 +151,10 @@ class RegenerateConfig(Settings):
     """0 is greedy decoding."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus share of probability kept when sampling."""
-    batch_size: int = Field(default=16, ge=1)
-    """Prompts answered at once."""
-    seed: int = 0
+    batch_size: int | None = Field(default=None, ge=1)
+    """Prompts answered at once; None takes 512 on a GPU where a step of all answers is replayed
+    (docs/data.md), else 16."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the sampling."""
     server: ServerConfig | None = None
     """Server that answers instead of the target loaded here."""
