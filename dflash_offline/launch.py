@@ -61,17 +61,18 @@ def slots(
     Raises:
         ValueError: A named GPU does not exist.
     """
+    setting = f"{'extract' if first else 'launch'}.gpus = {list(gpus or ())}"
     if available_gpus == 0:
         if gpus:
-            raise ValueError(f"gpus = {list(gpus)}: this machine shows no GPU; remove the setting")
+            raise ValueError(f"{setting}: this machine shows no GPU; remove the setting")
         return [Slot(environment={}) for _ in range(cpu_processes)]
     if gpus is None:
         gpus = default_gpus(available_gpus, first=first)
     if not gpus:
-        raise ValueError("gpus = []: name at least one GPU, or remove the setting")
+        raise ValueError(f"{setting}: name at least one GPU, or remove the setting")
     absent = [gpu for gpu in gpus if not 0 <= gpu < available_gpus]
     if absent:
-        raise ValueError(f"gpus = {list(gpus)}: this machine has GPUs 0-{available_gpus - 1} only")
+        raise ValueError(f"{setting}: this machine has GPUs 0-{available_gpus - 1} only")
     return [Slot(environment={"CUDA_VISIBLE_DEVICES": visible_device(gpu)}) for gpu in gpus]
 
 

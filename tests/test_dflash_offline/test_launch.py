@@ -110,10 +110,10 @@ def test_eight_gpus_are_shared_five_and_three() -> None:
 
 
 def test_an_absent_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="this machine has GPUs 0-1 only"):
+    with pytest.raises(ValueError, match=r"extract\.gpus = \[0, 2\]: .* has GPUs 0-1 only"):
         slots((0, 2), available_gpus=2, cpu_processes=1, first=True)
-    with pytest.raises(ValueError, match="this machine has GPUs 0-1 only"):
-        slots((-1,), available_gpus=2, cpu_processes=1, first=True)
+    with pytest.raises(ValueError, match=r"launch\.gpus = \[-1\]: .* has GPUs 0-1 only"):
+        slots((-1,), available_gpus=2, cpu_processes=1, first=False)
     with pytest.raises(ValueError, match="name at least one GPU"):
         slots((), available_gpus=2, cpu_processes=1, first=True)
     with pytest.raises(ValueError, match="this machine shows no GPU"):
