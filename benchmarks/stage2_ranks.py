@@ -50,6 +50,8 @@ def run_file(arguments: argparse.Namespace) -> dict[str, Any]:
         "train": {
             "batch_tokens": arguments.tokens,
             "num_anchors": arguments.anchors,
+            # Sharded weights multiply in bf16: so does what they are compared with.
+            "fp8": False,
             "epochs": 1000,
             "max_steps": arguments.steps,
             "log_steps": LOG_STEPS,

@@ -1,7 +1,7 @@
 """Settings of stage 2: one drafter, its training and its loss."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -9,7 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Settings(BaseModel):
     """Base of every table of the run file: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+_DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerConfig(Settings):
@@ -21,7 +26,7 @@ class OptimizerConfig(Settings):
     """Share of all steps spent on linear warm-up."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay of matrices; norms have none."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_DecayRate, _DecayRate] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     clip_norm: float = Field(default=1.0, gt=0.0)
     """Global gradient norm above which gradients are scaled down."""
@@ -64,7 +69,7 @@ class LossConfig(Settings):
 class TrainConfig(Settings):
     """How one drafter is trained."""
 
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, order and anchors."""
     epochs: int = Field(default=6, ge=1)
     """Passes over the training split."""
@@ -85,9 +90,11 @@ class TrainConfig(Settings):
     on a GPU kernels of our own where they take the drafter's shape in bf16, else FlexAttention."""
     compile: bool | None = None
     """Compile the drafter's layers; None does so on a GPU. Not with `attention = "sdpa"`."""
-    fp8: bool | Literal["all"] = False
+    fp8: bool | Literal["all"] | None = None
     """Multiply in fp8 with row scales on GPUs that can: MLP, projections and LM head. `true` leaves
-    weight gradients in the drafter's own type, `"all"` makes them of fp8 products, too."""
+    weight gradients in the drafter's own type, `"all"` makes them of fp8 products, too; None takes
+    `"all"` where that was measured to pay: on Hopper GPUs from a hidden size of 2,048 on, not with
+    `fsdp`."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of the training process."""
     batches_per_step: int | None = Field(default=None, ge=1)
@@ -146,7 +153,7 @@ class TrainConfig(Settings):
 class DrafterConfig(Settings):
     """One drafter: its shape and where it departs from the shared `[train]` table."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of its folder; unique in the run file."""
     num_layers: int = Field(default=5, ge=1)
     """Depth; independent of how many target layers it reads."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +22,7 @@ from stage2_train.device import choose_device, choose_dtype
 from stage2_train.drafter import Drafter, initialize
 from stage2_train.export import load_any_drafter
 from stage2_train.fast_path import FastPath, make_fast_path
-from stage2_train.fp8 import freeze_fp8, use_fp8
+from stage2_train.fp8 import SUM_MULTIPLE, freeze_fp8, use_fp8
 from stage2_train.gradients import GradientSum, WholeGradients
 from stage2_train.monitor import Monitor
 from stage2_train.optimizer import MasterAdamW
@@ -37,6 +37,11 @@ from storage.schema import LM_HEAD_INPUT
 
 # Settings that say what a position means: a run with others cannot go on from a checkpoint.
 POSITION_SETTINGS = ("seed", "batch_tokens", "data_fraction")
+# Hidden size from which fp8 products are faster all in all; between 576, where they are slower, and
+# 4,096, where they are not, by the time that products and quantizing take.
+MIN_FP8_HIDDEN_SIZE = 2048
+# The first GPUs with fp8 products, and those on which training with them was measured.
+ADA, HOPPER = (8, 9), (9, 0)
 
 
 def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Training, Position]:
@@ -81,8 +86,10 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         say=monitor.say,
     )
     monitor.start(first_step=position.step)
-    if run.train.fp8:
-        head = use_fp8_products(drafter, head, weight_gradients=run.train.fp8 == "all")
+    fp8 = choose_fp8(run.train, drafter, head)
+    products = {False: "", True: " with fp8 products", "all": " with all products in fp8"}[fp8]
+    if fp8:
+        head = use_fp8_products(drafter, head, weight_gradients=fp8 == "all")
     batches = make_batch_maker(
         run.train,
         architecture,
@@ -111,7 +118,7 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
     monitor.say(
         f"drafter {run.drafter.name}: {num_weights / 1e6:.1f} M weights, layers "
         f"{', '.join(batches.layer_names)} ({read_bytes_per_token(store, batches):,} bytes read a "
-        f"token), {dtype} on {ranks.size} x {device}, from step {position.step}"
+        f"token), {dtype}{products} on {ranks.size} x {device}, from step {position.step}"
     )
     return training, position
 
@@ -156,6 +163,30 @@ def choose_fast_path(
     return make_fast_path(is_compiled=is_compiled)
 
 
+def choose_fp8(train: TrainConfig, drafter: Drafter, head: TargetHead) -> bool | Literal["all"]:
+    """Gives which products are fp8: as set, else all of them where that is faster and possible.
+
+    It trains as good a drafter (docs/how-it-works.md); a narrow one's products are too short to
+    make up for what quantizing takes.
+    """
+    if train.fp8 is not None:
+        return train.fp8
+    weight = drafter.fc.weight
+    widths = {size for each in drafter.parameters() if each.dim() == 2 for size in each.shape}
+    is_possible = weight.dtype == torch.bfloat16 and all(
+        size % SUM_MULTIPLE == 0 for size in widths | set(head.lm_head_weight.shape)
+    )
+    is_measured = capability_of(weight.device) == HOPPER
+    is_faster = drafter.architecture.hidden_size >= MIN_FP8_HIDDEN_SIZE
+    is_whole = train.parallel == "ddp"
+    return "all" if is_possible and is_measured and is_faster and is_whole else False
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Gives the generation of a GPU; a CPU is before all of them."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def use_fp8_products(drafter: Drafter, head: TargetHead, *, weight_gradients: bool) -> TargetHead:
     """Makes the drafter's linear maps and the head's products fp8; gives the head.
 
@@ -163,7 +194,7 @@ def use_fp8_products(drafter: Drafter, head: TargetHead, *, weight_gradients: bo
         ValueError: the device has no fp8 products, or a width does not suit them.
     """
     device = drafter.fc.weight.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    if capability_of(device) < ADA:
         raise ValueError(f"train.fp8 needs a GPU with fp8 products, found {device}; turn it off")
     use_fp8(drafter, weight_gradients=weight_gradients)
     return replace(head, fp8=freeze_fp8(head.lm_head_weight))
