@@ -37,6 +37,8 @@ from storage.schema import LM_HEAD_INPUT
 
 # Settings that say what a position means: a run with others cannot go on from a checkpoint.
 POSITION_SETTINGS = ("seed", "batch_tokens", "data_fraction")
+# Those that change what is learned from here on, but not what a position means.
+LEARNING_SETTINGS = ("epochs", "max_steps", "num_anchors", "dtype", "fp8", "loss", "optimizer")
 # Hidden size from which fp8 products are faster all in all; between 576, where they are slower, and
 # 4,096, where they are not, by the time that products and quantizing take.
 MIN_FP8_HIDDEN_SIZE = 2048
@@ -273,13 +275,14 @@ def resume(
         return Position()
     state = read_state(checkpoint)
     # A setting that is younger than the checkpoint had its default.
-    before = TrainConfig().model_dump(mode="json") | state["settings"]["train"]
-    now = run.train.model_dump(mode="json")
-    changed = [
-        f"train.{name} was {before[name]}, is {now[name]}"
-        for name in POSITION_SETTINGS
-        if before[name] != now[name]
-    ]
+    before = flat(TrainConfig().model_dump(mode="json")) | flat(state["settings"]["train"])
+    now = flat(run.train.model_dump(mode="json"))
+    changes = {
+        name: f"train.{name} was {before[name]}, is {value}"
+        for name, value in now.items()
+        if before[name] != value
+    }
+    changed = [change for name, change in changes.items() if name in POSITION_SETTINGS]
     shape_before = read_architecture(checkpoint).to_config()
     changed += [
         f"{name} was {shape_before.get(name)}, is {value}"
@@ -296,11 +299,23 @@ def resume(
     else:
         optimizer.load(*load_tensors(checkpoint))
     say(f"resuming {checkpoint}")
+    learned = [text for name, text in changes.items() if name.split(".")[0] in LEARNING_SETTINGS]
+    if learned:
+        say(f"going on with other settings: {'; '.join(learned)}")
     for change in changes_of_sharing(
         state, num_ranks=run.train.gpus_per_drafter, batches_per_step=batches_per_step
     ):
         say(change)
     return Position.from_json(state["position"])
+
+
+def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives settings by their names in the run file, those of inner tables as `loss.kind`."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        inner = flat(value) if isinstance(value, Mapping) else None
+        found |= {f"{name}.{key}": each for key, each in inner.items()} if inner else {name: value}
+    return found
 
 
 def changes_of_sharing(

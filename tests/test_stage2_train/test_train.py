@@ -234,6 +234,17 @@ def test_a_checkpoint_is_not_resumed_as_another_training(make_run, drafter, trai
         train_drafter(make_run(train=train, drafter=drafter))
 
 
+def test_what_is_learned_otherwise_from_here_on_is_said(make_run, capsys):
+    train_drafter(make_run(train={"max_steps": 2}))
+    train_drafter(make_run(train={"max_steps": 2, "log_steps": 3}))
+    assert "other settings" not in capsys.readouterr().out
+    train_drafter(make_run(train={"max_steps": 3, "loss": {"gamma": 2.0}, "num_anchors": 8}))
+    said = capsys.readouterr().out
+    assert "going on with other settings: train.max_steps was 2, is 3; " in said
+    assert "train.loss.gamma was None, is 2.0" in said
+    assert "train.num_anchors was " in said
+
+
 def test_training_starts_from_another_drafter(make_run):
     first = make_run(name="first", train={"max_steps": 2})
     train_drafter(first)
