@@ -8,9 +8,9 @@ Workers extract, drafters of several kinds train: while the store grows, alone, 
 once; then one drafter over several GPUs, and a target over two. GPUs share nothing but the disk and
 the page cache, so that is what is simulated, second by second. A GPU's own rate is the last one in
 results.jsonl that a worker, or a drafter of its kind, had alone at the shape. Without one, or with
-`--scaled`, it is that of Qwen3-8B's shape, scaled by arithmetic: as good as those rows are new, and
-as the two shapes use the GPU alike. Figures are named as `whole_host.py` names what it measures;
-where results.jsonl holds one, it is printed beside.
+`--scaled`, it is scaled by arithmetic from Qwen3-8B's shape in bf16: as good as those rows are new,
+and as the two shapes use the GPU alike. Figures are named as `whole_host.py` names what it
+measures; where results.jsonl holds one, it is printed beside.
 
 Assumed, not measured: the page cache forgets what was used longest ago, drafters read in orders of
 their own, the disk serves everybody alike, and a collective moves `--nccl-gb-s` on each GPU.
@@ -123,11 +123,17 @@ def simulate(
     ]
 
 
+def last_record(name: str) -> tuple[str, float] | None:
+    """Name and value of the last figure whose name fits a regular expression."""
+    records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    fitting = [each for each in records if re.fullmatch(name, each["name"])]
+    return (fitting[-1]["name"], float(fitting[-1]["value"])) if fitting else None
+
+
 def last_measured(name: str) -> float | None:
     """The last recorded value of a figure, named by a regular expression; None without one."""
-    records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    values = [float(record["value"]) for record in records if re.fullmatch(name, record["name"])]
-    return values[-1] if values else None
+    found = last_record(name)
+    return None if found is None else found[1]
 
 
 def measured(name: str) -> float:
@@ -205,31 +211,54 @@ class Rates:
 
 def rates(arguments: argparse.Namespace, shape: Shape) -> Rates:
     """The rates of one GPU: as given, as measured at the shape, or scaled from Qwen3-8B's."""
-    known = SHAPES["qwen3-8b"]
     # Whole hosts have been measured at one shape.
     is_measured = arguments.shape == "wide" and not arguments.scaled
     worker = arguments.extract_tok_s
     if worker is None and is_measured:
         worker = last_measured(r"host_\d+_\d+_extract_1_extract_tok_s")
     if worker is None:
+        known = SHAPES["qwen3-8b"]
         worker = measured("stage1_store_tok_s") * (
             target_flops_per_token(known, context=known.sequence_tokens)
             / target_flops_per_token(shape, context=shape.sequence_tokens)
         )
     eager = measured("stage1_forward_packed_eager_4") / measured("stage1_forward_packed_compiled_4")
-    if arguments.train_tok_s is not None:
-        deep = drafter_flops_per_token(shape, num_layers=shape.num_layers)
-        flops_s, is_measured = arguments.train_tok_s * deep, False
-    else:
-        step = drafter_flops_per_token(known, num_layers=known.num_layers)
-        flops_s = measured("stage2_step_bf16_tok_s") * step
-    drafters = {}
-    for each in DRAFTERS:
-        name = each["name"]
-        alone = last_measured(rf"host_\d+_\d+_alone_{name}_train_tok_s") if is_measured else None
-        scaled = flops_s / drafter_flops_per_token(shape, num_layers=each["num_layers"])
-        drafters[name] = scaled if alone is None else alone
-    return Rates(worker=worker, eager_worker=worker * eager, drafters=drafters)
+    return Rates(
+        worker=worker,
+        eager_worker=worker * eager,
+        drafters=drafter_rates(shape, deep=arguments.train_tok_s, is_measured=is_measured),
+    )
+
+
+def drafter_rates(shape: Shape, *, deep: float | None, is_measured: bool) -> dict[str, float]:
+    """Tokens a second of each kind of drafter.
+
+    Args:
+        shape: its widths.
+        deep: the rate of a deep one; None takes what is recorded.
+        is_measured: whether to take the last run at the shape that had a deep one alone, and what
+            other kinds had alone in that run.
+    """
+    run = None
+    if deep is None and is_measured:
+        found = last_record(r"host_\d+_\d+_alone_deep_train_tok_s")
+        if found is not None:
+            run, deep = found[0].removesuffix("_alone_deep_train_tok_s"), found[1]
+    flops = {
+        each["name"]: drafter_flops_per_token(shape, num_layers=each["num_layers"])
+        for each in DRAFTERS
+    }
+    if deep is None:
+        known = SHAPES["qwen3-8b"]
+        known_flops = drafter_flops_per_token(known, num_layers=known.num_layers)
+        deep = measured("stage2_step_bf16_tok_s") * known_flops / flops["deep"]
+    scaled = {name: deep * flops["deep"] / each for name, each in flops.items()}
+    if run is None:
+        return scaled
+    return {
+        name: last_measured(f"{run}_alone_{name}_train_tok_s") or rate
+        for name, rate in scaled.items()
+    }
 
 
 def phases(arguments: argparse.Namespace, shape: Shape) -> dict[str, list[Outcome]]:

@@ -19,62 +19,16 @@ from torch import Tensor
 from stage2_train.architecture import DrafterArchitecture
 from stage2_train.clock import DeviceClock, Moment, process_age_s
 from stage2_train.collate import PackedBatch
-from stage2_train.flops import measured_peak_flops, step_flops
+from stage2_train.flops import measured_peak_flops
+from stage2_train.interval import Closed, Interval, interval_of, rates
 from stage2_train.live_line import live_line, validation_line
-from stage2_train.metrics import BlockSums, summarize, total
+from stage2_train.metrics import BlockSums, summarize
 from stage2_train.ranks import ALONE, Ranks
 from storage.errors import DamagedShardError
 from storage.files import replace_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-
-@dataclass
-class Interval:
-    """What one rank did since the last report."""
-
-    sums: BlockSums | None = None
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_blocks: int = 0
-    num_flops: int = 0
-    num_state_bytes: int = 0
-    token_room: int = 0
-    block_room: int = 0
-    elapsed_s: float = 0.0
-    wait_s: float = 0.0
-    copy_s: float = 0.0
-
-    def __add__(self, other: "Interval") -> "Interval":
-        """Both ranks' work in the same steps; the slower reader sets the pace."""
-        sums = [part for part in (self.sums, other.sums) if part is not None]
-        return Interval(
-            sums=total(sums) if sums else None,
-            num_steps=max(self.num_steps, other.num_steps),
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_blocks=self.num_blocks + other.num_blocks,
-            num_flops=self.num_flops + other.num_flops,
-            num_state_bytes=self.num_state_bytes + other.num_state_bytes,
-            token_room=self.token_room + other.token_room,
-            block_room=self.block_room + other.block_room,
-            elapsed_s=max(self.elapsed_s, other.elapsed_s),
-            wait_s=max(self.wait_s, other.wait_s),
-            copy_s=max(self.copy_s, other.copy_s),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Closed:
-    """An interval that has ended for the host; the device may still be at its steps."""
-
-    interval: Interval
-    """Its sums are on their way to the host."""
-    spans: list[tuple[Moment, Moment]]
-    """The time of its steps, without pauses."""
-    end: Moment
-    arrived: Moment
-    """When everything has come to the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,22 +86,7 @@ class Monitor:
 
     def add(self, batch: PackedBatch, sums: BlockSums) -> None:
         """Takes note of a batch, without waiting for the device."""
-        num_flops = step_flops(
-            self.architecture,
-            num_context_tokens=batch.num_real_tokens,
-            num_blocks=batch.num_real_blocks,
-            num_rows=len(batch.row_index),
-            num_seen_pairs=batch.num_seen_pairs,
-        )
-        self._interval += Interval(
-            sums=sums,
-            num_tokens=batch.num_real_tokens,
-            num_blocks=batch.num_real_blocks,
-            num_flops=num_flops,
-            num_state_bytes=batch.num_state_bytes,
-            token_room=len(batch.positions),
-            block_room=len(batch.context_start),
-        )
+        self._interval += interval_of(batch, sums, architecture=self.architecture)
 
     def end_step(self) -> None:
         """Takes note of an update, and writes what is pending of the one before."""
@@ -254,19 +193,11 @@ class Monitor:
 
     def _record(self, done: Interval, report: Report) -> dict[str, Any]:
         assert done.sums is not None, "a step trains a batch"
-        block_size, elapsed_s = self.architecture.block_size, done.elapsed_s
         record = {
             **summarize(done.sums),
             **report.facts,
             "gradient_norm": float(report.gradient_norm),
-            "step_s": elapsed_s / done.num_steps,
-            "tokens_per_s": done.num_tokens / elapsed_s,
-            "block_tokens_per_s": done.num_blocks * block_size / elapsed_s,
-            "blocks_per_s": done.num_blocks / elapsed_s,
-            **time_shares(done, elapsed_s=elapsed_s),
-            "token_fill_fraction": done.num_tokens / done.token_room,
-            "block_fill_fraction": done.num_blocks / done.block_room,
-            "flops_per_s": done.num_flops / elapsed_s,
+            **rates(done, block_size=self.architecture.block_size),
             "num_damaged_sequences": sum(self.ranks.gather(report.num_damaged)),
         }
         if self.peak_flops is not None:
@@ -293,10 +224,10 @@ class Monitor:
         try:
             if kind is None or self.ranks.size == 1:
                 self.flush()
-        except (RuntimeError, ValueError):
+        except (OSError, RuntimeError, ValueError):
             if kind is None:
                 raise
-            # A broken device, or a bad loss: the error under way says more.
+            # A broken device, a full disk, a bad loss: the error under way says more.
         finally:
             self.close()
 
@@ -326,22 +257,6 @@ def must_be_finite(record: Mapping[str, Any]) -> None:
                 f"the {what} is {record[name]} at step {record['step']}; training cannot go on "
                 "from here: lower train.optimizer.learning_rate and resume from the last checkpoint"
             )
-
-
-def time_shares(done: Interval, *, elapsed_s: float) -> dict[str, float]:
-    """Gives where the time went, and what the store gave of the bytes that the drafter needs.
-
-    Waiting and computing are shares of the whole. Copying runs beside computing, so it is none of
-    them. The drafter needs its bytes in the time that it computes.
-    """
-    computing_s = max(elapsed_s - done.wait_s, 1e-9)
-    return {
-        "wait_fraction": done.wait_s / elapsed_s,
-        "compute_fraction": computing_s / elapsed_s,
-        "copy_fraction": done.copy_s / elapsed_s,
-        "read_bytes_per_s": done.num_state_bytes / elapsed_s,
-        "read_bytes_per_s_needed": done.num_state_bytes / computing_s,
-    }
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

@@ -76,7 +76,9 @@ def test_a_rate_that_was_measured_at_the_shape_is_not_scaled(
         "stage1_forward_packed_compiled_4": 2.0,
         "stage2_step_bf16_tok_s": 100.0,
         "host_2_2_alone_deep_train_tok_s": 4.0,
+        "host_2_2_alone_shallow_train_tok_s": 0.1,
         "host_1_1_alone_deep_train_tok_s": 5.0,
+        "host_1_1_alone_medium_train_tok_s": 5.5,
     }
     results = tmp_path / "results.jsonl"
     results.write_text("".join(json.dumps({"name": n, "value": v}) + "\n" for n, v in rows.items()))
@@ -85,6 +87,6 @@ def test_a_rate_that_was_measured_at_the_shape_is_not_scaled(
     shape = importlib.import_module("shapes").SHAPES["wide"]
     drafters = simulation.rates(arguments, shape).drafters
     if expected is not None:
-        assert drafters["deep"] == expected
-    # What was not measured is scaled: fewer layers, more tokens.
+        assert (drafters["deep"], drafters["medium"]) == (expected, 5.5)
+    # What that run did not measure is scaled: fewer layers, more tokens.
     assert drafters["deep"] < drafters["medium"] < drafters["shallow"] < 100.0

@@ -8,18 +8,7 @@ import torch
 
 from stage2_train.collate import PackedBatch
 from stage2_train.metrics import BlockSums
-from stage2_train.monitor import Interval, Monitor, forget_after, scalars, time_shares
-
-
-def test_the_store_must_give_its_bytes_while_the_drafter_computes():
-    done = Interval(num_state_bytes=600, wait_s=4.0, copy_s=1.0)
-    assert time_shares(done, elapsed_s=10.0) == {
-        "wait_fraction": 0.4,
-        "compute_fraction": 0.6,
-        "copy_fraction": 0.1,
-        "read_bytes_per_s": 60.0,
-        "read_bytes_per_s_needed": 100.0,
-    }
+from stage2_train.monitor import Monitor, forget_after, scalars
 
 
 def test_scalars_spread_lists_over_offsets():
