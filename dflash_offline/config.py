@@ -27,7 +27,9 @@ PRESETS_DIR = Path(__file__).parent / "presets"
 class Settings(BaseModel):
     """Base of every table of the run file: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class EvalConfig(Settings):
@@ -54,7 +56,7 @@ class EvalConfig(Settings):
     """Also decode the first suite with an untrained drafter of the same shape."""
     torch_threads: int = Field(default=2, ge=1)
     """CPU threads of the evaluation process."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of sampling and of the bootstrap interval."""
 
 
@@ -127,7 +129,12 @@ def load_run_file(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         raise ValueError(f"{path}: {_describe(error)}") from error
     for drafter in config.drafter:
-        _merged_train(config.train, drafter)
+        train = _merged_train(config.train, drafter)
+        if train.batch_tokens < drafter.block_size:
+            raise ValueError(
+                f"drafter {drafter.name}: train.batch_tokens {train.batch_tokens} is smaller than a"
+                f" block of {drafter.block_size}; raise it to the length of your sequences"
+            )
     return config
 
 
@@ -239,15 +246,35 @@ def _toml_value(text: str) -> Any:
 def _describe(error: ValidationError, *, root: type[BaseModel] = RunConfig) -> str:
     """The first fault in one line, with a suggestion where a key is merely misspelt."""
     fault = error.errors()[0]
-    where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
+        where = ".".join(map(str, fault["loc"]))
         return f"unknown key {where}{_did_you_mean(root, fault['loc'])}"
+    location = _as_in_the_file(root, fault["loc"])
+    where = ".".join(map(str, location))
     if fault["type"] == "missing":
         return f"{where} is missing; add it to the run file"
     if fault["type"] == "tuple_type":
         return f'{where}: expected a list, such as ["a", "b"], also for a single value'
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message
+    if fault["type"] in ("model_type", "dict_type"):
+        return f"{where} = {fault['input']!r}: expected a table of settings"
+    if fault["type"] == "too_short":
+        return f"{where} is empty; give at least {fault['ctx']['min_length']}"
+    if fault["type"] == "value_error":
+        return ": ".join(filter(None, [where, str(fault["ctx"]["error"])]))
+    # A setting of several types has a fault for each.
+    same = [each for each in error.errors() if _as_in_the_file(root, each["loc"]) == location]
+    wanted = " or ".join(each["msg"].removeprefix("Input ") for each in same)
+    return f"{where} = {fault['input']!r}: {wanted}"
+
+
+def _as_in_the_file(root: type[BaseModel], location: Sequence[int | str]) -> list[int | str]:
+    """A fault's place without the types that a setting of several was tried as."""
+    named: list[int | str] = []
+    for part in location:
+        if isinstance(part, str) and part not in _known_keys(root, named):
+            break
+        named.append(part)
+    return named
 
 
 def _did_you_mean(root: type[BaseModel], location: Sequence[int | str]) -> str:
@@ -265,11 +292,11 @@ def _known_keys(model: type[BaseModel], parents: Sequence[int | str]) -> list[st
             continue
         annotation = model.model_fields[parent].annotation
         candidates = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(
-            candidate
-            for candidate in candidates
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel)
-        )
+        tables = [each for each in candidates if isinstance(each, type)]
+        inner = next((each for each in tables if issubclass(each, BaseModel)), None)
+        if inner is None:
+            return []
+        model = inner
     return list(model.model_fields)
 
 

@@ -16,7 +16,7 @@ def with_absolute_paths(
 ) -> dict[str, Any]:
     """A run file's tables with every relative path made absolute; other values are left alone.
 
-    Values of a wrong type are left for the check of the settings.
+    Values of a wrong type are left for the check of the settings; an empty path is a ValueError.
 
     Args:
         tables: As read from TOML.
@@ -78,8 +78,15 @@ def _is_folder(name: str, folder: Path) -> bool:
 
 
 def _changed(table: Mapping[str, Any], key: str, anchor: Anchor) -> dict[str, Any]:
-    """A table with the text, or the list of texts, under a key changed."""
+    """A table with the text, or the list of texts, under a key changed.
+
+    Raises:
+        ValueError: A text is empty, as `--set` leaves it for an unset variable of the shell: it
+            would stand for the working folder.
+    """
     value = table.get(key)
+    if value == "" or (isinstance(value, list) and "" in value):
+        raise ValueError(f"{key} is empty; give a path, or leave the setting out")
     if isinstance(value, str):
         return {**table, key: anchor(value)}
     if isinstance(value, list):

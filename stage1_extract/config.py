@@ -13,7 +13,9 @@ the right beside others of similar length, `single` alone."""
 class Settings(BaseModel):
     """Base of every table of the run file: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class TargetConfig(Settings):
