@@ -2,15 +2,15 @@
 
     python benchmarks/simulate_host.py [--workers 5] [--drafters 3] [--shape wide|qwen3-8b]
         [--bytes-per-value 1.0] [--disk-gb-s 2.2] [--page-cache-gb 400] [--sequences 30000]
-        [--scaled] [--json OUT.json]
+        [--scaled [--bf16]] [--json OUT.json]
 
 Workers extract, drafters of several kinds train: while the store grows, alone, and one, two, ... at
 once; then one drafter over several GPUs, and a target over two. GPUs share nothing but the disk and
 the page cache, so that is what is simulated, second by second. A GPU's own rate is the last one in
 results.jsonl that a worker, or a drafter of its kind, had alone at the shape. Without one, or with
-`--scaled`, it is scaled by arithmetic from Qwen3-8B's shape in bf16: as good as those rows are new,
-and as the two shapes use the GPU alike. Figures are named as `whole_host.py` names what it
-measures; where results.jsonl holds one, it is printed beside.
+`--scaled`, it is scaled by arithmetic from Qwen3-8B's shape: as good as those rows are new, and as
+the two shapes use the GPU alike. Figures are named as `whole_host.py` names what it measures; where
+results.jsonl holds one, it is printed beside.
 
 Assumed, not measured: the page cache forgets what was used longest ago, drafters read in orders of
 their own, the disk serves everybody alike, and a collective moves `--nccl-gb-s` on each GPU.
@@ -226,11 +226,18 @@ def rates(arguments: argparse.Namespace, shape: Shape) -> Rates:
     return Rates(
         worker=worker,
         eager_worker=worker * eager,
-        drafters=drafter_rates(shape, deep=arguments.train_tok_s, is_measured=is_measured),
+        drafters=drafter_rates(
+            shape,
+            deep=arguments.train_tok_s,
+            is_measured=is_measured,
+            step="stage2_step_bf16_tok_s" if arguments.bf16 else "stage2_step_fp8_all_tok_s",
+        ),
     )
 
 
-def drafter_rates(shape: Shape, *, deep: float | None, is_measured: bool) -> dict[str, float]:
+def drafter_rates(
+    shape: Shape, *, deep: float | None, is_measured: bool, step: str
+) -> dict[str, float]:
     """Tokens a second of each kind of drafter.
 
     Args:
@@ -238,6 +245,7 @@ def drafter_rates(shape: Shape, *, deep: float | None, is_measured: bool) -> dic
         deep: the rate of a deep one; None takes what is recorded.
         is_measured: whether to take the last run at the shape that had a deep one alone, and what
             other kinds had alone in that run.
+        step: the figure that is scaled where nothing else is known.
     """
     run = None
     if deep is None and is_measured:
@@ -251,7 +259,7 @@ def drafter_rates(shape: Shape, *, deep: float | None, is_measured: bool) -> dic
     if deep is None:
         known = SHAPES["qwen3-8b"]
         known_flops = drafter_flops_per_token(known, num_layers=known.num_layers)
-        deep = measured("stage2_step_bf16_tok_s") * known_flops / flops["deep"]
+        deep = measured(step) * known_flops / flops["deep"]
     scaled = {name: deep * flops["deep"] / each for name, each in flops.items()}
     if run is None:
         return scaled
@@ -361,6 +369,7 @@ def main() -> None:
     parser.add_argument(
         "--scaled", action="store_true", help="rates from those of Qwen3-8B's shape"
     )
+    parser.add_argument("--bf16", action="store_true", help="scale steps in bf16, not in fp8")
     parser.add_argument("--extract-tok-s", type=float, help="of one worker; default: measured")
     parser.add_argument("--train-tok-s", type=float, help="of one deep drafter; default: measured")
     parser.add_argument("--json", type=Path, help="also write the figures here")

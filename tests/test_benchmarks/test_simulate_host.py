@@ -74,7 +74,7 @@ def test_a_rate_that_was_measured_at_the_shape_is_not_scaled(
         "stage1_store_tok_s": 100.0,
         "stage1_forward_packed_eager_4": 1.0,
         "stage1_forward_packed_compiled_4": 2.0,
-        "stage2_step_bf16_tok_s": 100.0,
+        "stage2_step_fp8_all_tok_s": 100.0,
         "host_2_2_alone_deep_train_tok_s": 4.0,
         "host_2_2_alone_shallow_train_tok_s": 0.1,
         "host_1_1_alone_deep_train_tok_s": 5.0,
@@ -83,7 +83,8 @@ def test_a_rate_that_was_measured_at_the_shape_is_not_scaled(
     results = tmp_path / "results.jsonl"
     results.write_text("".join(json.dumps({"name": n, "value": v}) + "\n" for n, v in rows.items()))
     monkeypatch.setattr(simulation, "RESULTS", results)
-    arguments = Namespace(shape="wide", scaled=is_scaled, extract_tok_s=None, train_tok_s=None)
+    given = {"extract_tok_s": None, "train_tok_s": None, "bf16": False}
+    arguments = Namespace(shape="wide", scaled=is_scaled, **given)
     shape = importlib.import_module("shapes").SHAPES["wide"]
     drafters = simulation.rates(arguments, shape).drafters
     if expected is not None:
