@@ -1,11 +1,13 @@
 """How long a drafter takes from its process's start to step 1, on a store of many sequences.
 
-    python benchmarks/stage2_start.py [--sequences 1000000] [--shape tiny|small] [--no-record]
+    python benchmarks/stage2_start.py [--sequences 1000000] [--shape tiny|small] [--store DIR]
+        [--only-store] [--no-record]
 
 A real store of short sequences of tiny states is written, then `dflash-offline train` runs on two
 drafters of one shape. On a GPU it primes their compile cache first; both start from copies of it.
 The seconds are those that each process's first log record gives. Without a GPU nothing is compiled:
-the figure is what opening the store and planning an epoch cost.
+the figure is what opening the store and planning an epoch cost. `--store` names a folder for the
+store, which stays: `--only-store` writes it beforehand.
 """
 
 import argparse
@@ -25,6 +27,8 @@ from results import device_name, record
 from shapes import SHAPES
 from synthetic_store import make_store
 
+from storage.reader import open_store
+
 ROOT = Path(__file__).parents[1]
 SEQUENCES_OF_SHARD = 2000
 
@@ -35,7 +39,7 @@ def run_file(arguments: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "target": {"model": "none"},
         "data": {"conversations": ["none.jsonl"]},
-        "store": {"dir": "store"},
+        "store": {"dir": str(arguments.store)},
         "train": {
             "batch_tokens": 2048,
             "num_anchors": 256,
@@ -58,17 +62,30 @@ def first_and_last(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, A
     return records[0], records[-1]
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, tuple[float, str, str]]:
-    """Writes the store, trains, gives the figures by name."""
+def write_store(arguments: argparse.Namespace) -> None:
+    """Writes the store unless it is there.
+
+    Raises:
+        SystemExit: one is there that holds other sequences, or not all.
+    """
+    if arguments.store.exists():
+        found = open_store(arguments.store).snapshot().num_sequences
+        if found != arguments.sequences:
+            raise SystemExit(f"{arguments.store} holds {found} sequences, not those asked for")
+        return
     start_s = time.perf_counter()
     make_store(
-        folder / "store",
+        arguments.store,
         SHAPES[arguments.shape],
         [arguments.tokens] * arguments.sequences,
         encoding="fp8",
         num_units=max(1, arguments.sequences // SEQUENCES_OF_SHARD),
     )
     print(f"{arguments.sequences} sequences in {time.perf_counter() - start_s:.0f} s", flush=True)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, tuple[float, str, str]]:
+    """Trains, gives the figures by name."""
     (folder / "run.toml").write_text(tomli_w.dumps(run_file(arguments)))
     start_s = time.perf_counter()
     environment = os.environ | {
@@ -106,10 +123,16 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--shape", choices=("tiny", "small"), default="tiny")
+    parser.add_argument("--store", type=Path, help="where the store is, or is written to and stays")
+    parser.add_argument("--only-store", action="store_true", help="train nothing")
     parser.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="stage2-start-"))
+    arguments.store = (arguments.store or folder / "store").absolute()
     try:
+        write_store(arguments)
+        if arguments.only_store:
+            return
         figures = measure(arguments, folder)
     finally:
         shutil.rmtree(folder)
