@@ -124,6 +124,10 @@ def record(
     sequence there: an answer broken off at the limit gets no end of turn that nobody produced.
     `greedy` holds only then, with greedy decoding, and when no given answer stands in between.
 
+    Some templates of reasoning targets drop or move what the target wrote, so that no rendering
+    holds it. Such a line also has `token_ids` and `loss_mask`, of the last answer and its prompt as
+    they were; `extract` takes these.
+
     Raises:
         UnusableConversationError: An answer is empty, or the chat template refuses it.
     """
@@ -144,12 +148,21 @@ def record(
     generation["greedy"] = (
         is_exact and settings["temperature"] == 0.0 and not dialogue.has_given_answers
     )
-    if is_exact:
-        num_tokens = len(dialogue.written[-1])
-        generation |= {"num_tokens": num_tokens, "tokens": tokens_id(rendered[:num_tokens])}
     line: dict[str, Any] = {"id": dialogue.id, "messages": dialogue.messages}
     if dialogue.tools:
         line["tools"] = dialogue.tools
+    is_known = len(dialogue.written) == dialogue.num_answers > 0
+    is_rewritten = is_known and not is_prefix(dialogue.prompt_ids, rendered)
+    if is_rewritten:
+        written = dialogue.written[-1]
+        num_given = len(dialogue.prompt_ids)
+        mask = [0] * num_given + [1] * (len(written) - num_given)
+        line |= {"token_ids": written, "loss_mask": mask}
+        generation["greedy"] = settings["temperature"] == 0.0
+        generation["tokenizer_size"] = len(tokenizer)
+    if is_exact or is_rewritten:
+        written = dialogue.written[-1]
+        generation |= {"num_tokens": len(written), "tokens": tokens_id(written)}
     return line | {"generation": generation}
 
 

@@ -69,6 +69,7 @@ def to_sequence(
         UnusableConversationError: No part of it can be supervised, or it is too long to keep.
     """
     if conversation.token_ids is not None and conversation.loss_mask is not None:
+        _refuse_tokens_of_another(conversation, tokenizer, template_arguments or {})
         token_ids, loss_mask = list(conversation.token_ids), list(conversation.loss_mask)
     else:
         token_ids, loss_mask = render_with_mask(conversation, tokenizer, template_arguments or {})
@@ -99,6 +100,29 @@ def to_sequence(
         greedy=num_written is not None and is_greedy(conversation.generation, target_weights),
         is_truncated=is_truncated,
     )
+
+
+def _refuse_tokens_of_another(
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    template_arguments: Mapping[str, Any],
+) -> None:
+    """Raises UnusableConversationError for tokens that `regenerate` recorded of something else.
+
+    Messages are rendered anew for any target; tokens are what one target saw in one template.
+    """
+    generation = conversation.generation or {}
+    if "tokenizer_size" not in generation:
+        return
+    if generation["tokenizer_size"] != len(tokenizer):
+        detail = f"of {generation['tokenizer_size']} tokens, the target's has {len(tokenizer)}"
+        raise unusable_conversation(conversation, "tokens of another tokenizer", detail)
+    given = generation.get("template_arguments", {})
+    if given != template_arguments:
+        detail = f"{given}, this run has {dict(template_arguments)}"
+        raise unusable_conversation(
+            conversation, "tokens written with other template arguments", detail
+        )
 
 
 def recorded_length(generation: Mapping[str, Any] | None, token_ids: Sequence[int]) -> int | None:

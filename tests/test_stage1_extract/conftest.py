@@ -91,6 +91,41 @@ GEMMA = """\
 {{ '<start_of_turn>model\n' }}
 {%- endif -%}"""
 
+# As of Mistral: nothing stands before an answer but the end of the question.
+INSTRUCTIONS = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}
+{{ '(INST) ' + message['content'] + ' (/INST)' }}
+{%- else -%}
+{{ ' ' + message['content'] | trim + eos_token }}
+{%- endif -%}
+{%- endfor -%}"""
+
+# As of DeepSeek-R1: the prompt opens a thought, and no rendering of an answer holds any.
+DROPPED_THOUGHTS = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['role'] == 'assistant' -%}
+{{ message['content'].split('</think>')[-1] + '<|im_end|>' }}
+{%- else -%}
+{{ message['content'] + '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"""
+
+# As of gpt-oss: an answer names its channel, and the last one of all ends with another token.
+CHANNELS = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{ '<|im_start|>assistant<|start_header_id|>final<|end_header_id|>' + message['content'] }}
+{{- '<|eot_id|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}
+{%- else -%}
+{{ '<|im_start|>user<|end_header_id|>' + message['content'] + '<|im_end|>' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant' }}{%- endif -%}"""
+
 # Tool calls as most families write them, and as those do that want text and no content at all.
 TOOLS = """\
 {%- for tool in tools or [] -%}
@@ -127,6 +162,9 @@ TEMPLATES = {
     "llama3": LLAMA3,
     "thinking": THINKING,
     "gemma": GEMMA,
+    "instructions": INSTRUCTIONS,
+    "dropped_thoughts": DROPPED_THOUGHTS,
+    "channels": CHANNELS,
     "tools": TOOLS,
     "tools_as_text": TOOLS_AS_TEXT,
 }

@@ -1,5 +1,6 @@
 """Regenerate: answers are the target's own, recorded truly, resumable at any point."""
 
+import copy
 import json
 import os
 import signal
@@ -110,11 +111,67 @@ def test_an_answer_that_does_not_come_back_is_not_greedy(
     monkeypatch.setattr(
         answering.Generator,
         "answer",
-        lambda self, prompts: [[line_break, line_break, 65]] * len(prompts),
+        lambda self, prompts: [[65, line_break, line_break]] * len(prompts),
     )
     for line in answers():
         assert not line["generation"]["greedy"]
         assert "num_tokens" not in line["generation"]
+
+
+def test_what_a_template_cannot_render_is_kept_as_the_tokens_it_was(
+    answers: Regenerate, target_folder: Callable[..., Path]
+) -> None:
+    """A template that drops thoughts: the sequence is prompt and answer all the same."""
+    folder = target_folder("llama", "dropped_thoughts")
+    target: Any = load_target(TargetConfig(model=str(folder), dtype="float32"))
+    other = copy.deepcopy(target.tokenizer)
+    other.add_tokens(["one more"])
+    for line in answers(template="dropped_thoughts"):
+        conversation = parse_conversation(json.dumps(line).encode(), source="x")
+        sequence = to_sequence(conversation, target.tokenizer, target_weights=weights_id(folder))
+        prompt_ids = target.tokenizer.apply_chat_template(
+            line["messages"][:1], add_generation_prompt=True, return_dict=False
+        )
+        written = greedy_answer(target, prompt_ids, 6)
+        assert sequence.token_ids.tolist() == prompt_ids + written
+        assert sequence.loss_mask.tolist() == [False] * len(prompt_ids) + [True] * len(written)
+        assert sequence.greedy
+        with pytest.raises(UnusableConversationError, match="tokens of another tokenizer: of 271"):
+            to_sequence(conversation, other)
+        with pytest.raises(UnusableConversationError, match="with other template arguments"):
+            to_sequence(conversation, target.tokenizer, template_arguments={"think": False})
+
+
+def test_an_answer_that_merges_with_its_prompt_is_kept_as_the_tokens_it_was(
+    answers: Regenerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its line break would form one token with the header's, which the target never saw."""
+    line_break = 198
+    monkeypatch.setattr(answering, "can_share_slots", lambda _: False)
+    answer = [line_break, 65]
+    monkeypatch.setattr(
+        answering.Generator, "answer", lambda self, prompts: [answer] * len(prompts)
+    )
+    for line in answers():
+        assert line["token_ids"][-2:] == answer
+        assert sum(line["loss_mask"]) == 2
+        assert line["generation"]["greedy"]
+
+
+def test_of_several_turns_that_cannot_be_rendered_the_last_is_kept(
+    answers: Regenerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "can_share_slots", lambda _: False)
+    answer = [65, 66, 261]
+    monkeypatch.setattr(
+        answering.Generator, "answer", lambda self, prompts: [answer] * len(prompts)
+    )
+    turns = [{"role": "user", "content": "hello"}, {"role": "user", "content": "and?"}]
+    (line,) = answers({"id": "two", "messages": turns}, template="dropped_thoughts")
+    assert [message["role"] for message in line["messages"]] == ["user", "assistant"] * 2
+    num_given = len(line["token_ids"]) - len(answer)
+    assert line["token_ids"][num_given:] == answer
+    assert line["loss_mask"] == [0] * num_given + [1] * len(answer)
 
 
 def test_sampled_answers_are_not_greedy_and_say_how_they_were_made(answers: Regenerate) -> None:

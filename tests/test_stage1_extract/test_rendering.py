@@ -90,6 +90,22 @@ GOLDEN = [
         "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
         "<think>\n\n</think>\n\n[bye<|im_end|>]",
     ),
+    (
+        "instructions",
+        ("hello", "hi", "and?", "bye"),
+        {},
+        "<bos>(INST) hello (/INST)[ hi<|im_end|>](INST) and? (/INST)[ bye<|im_end|>]",
+    ),
+    # Earlier answers end with another token than the target wrote: only the last one proves itself.
+    (
+        "channels",
+        ("hello", "hi", "and?", "bye"),
+        {},
+        "<|im_start|>user<|end_header_id|>hello<|im_end|>"
+        "<|im_start|>assistant<|start_header_id|>final<|end_header_id|>hi<|im_end|>"
+        "<|im_start|>user<|end_header_id|>and?<|im_end|>"
+        "<|im_start|>assistant[<|start_header_id|>final<|end_header_id|>bye<|eot_id|>]",
+    ),
 ]
 
 
@@ -221,6 +237,15 @@ def test_an_answer_that_merges_with_the_prompt_is_refused(make_tokenizer: MakeTo
     """The answer's line break would form one token with the header's: the target never saw that."""
     with pytest.raises(UnusableConversationError, match="template rewrites the answer"):
         to_sequence(conversation("hello", "\nhi"), make_tokenizer("chatml"))
+
+
+@pytest.mark.parametrize("answer", ["hi", "well\n</think>\n\nhi"])
+def test_an_answer_without_its_thought_is_refused(
+    make_tokenizer: MakeTokenizer, answer: str
+) -> None:
+    """The target was asked to think, and nothing of that is left: it never wrote this."""
+    with pytest.raises(UnusableConversationError, match="template rewrites the answer"):
+        to_sequence(conversation("hello", answer), make_tokenizer("dropped_thoughts"))
 
 
 def test_what_the_template_refuses_is_named(make_tokenizer: MakeTokenizer) -> None:
