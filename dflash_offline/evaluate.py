@@ -17,7 +17,7 @@ import torch
 
 from dflash_offline.config import EvalConfig, RunConfig, drafter_run, run_dir_of
 from dflash_offline.evaluation_bench import Bench, UntrainedDrafters, evaluate_drafter, open_bench
-from dflash_offline.evaluation_report import lossless_exit_code, print_table
+from dflash_offline.evaluation_report import log_decoding, lossless_exit_code, print_table
 from dflash_offline.plots import acceptance_plot
 from stage1_extract.target_files import load_config
 from stage2_train.checkpoint import (
@@ -118,6 +118,7 @@ def evaluate_checkpoint(
     print(f"{drafter_dir.name}: decoding with {checkpoint.name}", flush=True)
     result = evaluate_drafter(bench, load_any_drafter(checkpoint), untrained=untrained)
     result |= {"drafter": drafter_dir.name, "step": step, "checkpoint": checkpoint.name}
+    log_decoding(drafter_dir, result)
     # Training may have removed the checkpoint meanwhile; then nothing depends on its result.
     with suppress(FileNotFoundError):
         if checkpoint.is_dir():

@@ -1,6 +1,13 @@
-"""How an evaluation is told: a table, and an exit code that says whether decoding was lossless."""
+"""How an evaluation is told: a table, curves beside those of training, and an exit code.
 
+The exit code says whether decoding was lossless.
+"""
+
+import json
 import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +40,26 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
                 f"{found['drafted_tokens_per_s']:.1f}",
             )
     Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def log_decoding(drafter_dir: Path, result: Mapping[str, Any]) -> None:
+    """Adds what a checkpoint reached to `decoded.jsonl` and TensorBoard.
+
+    So real decoding has a curve beside those of the training, whose own log another process writes.
+
+    Args:
+        drafter_dir: the drafter's folder.
+        result: as in `eval.json`, with the checkpoint's step.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    reached = {name: found["acceptance_length"] for name, found in result["suites"].items()}
+    record = {"time_s": time.time(), "step": result["step"], "settings": result["settings"]}
+    with (drafter_dir / "decoded.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record | {"acceptance_length": reached}) + "\n")
+    with SummaryWriter(str(drafter_dir / "tensorboard")) as tensorboard:
+        for name, length in reached.items():
+            tensorboard.add_scalar(f"decoding/{name}", length, result["step"])
 
 
 def _untrained_cell(found: dict[str, Any] | None) -> str:

@@ -55,7 +55,7 @@ def report_page(config: RunConfig) -> str:
     }
     sections = {
         "Drafters": _drafter_table(config, trained),
-        "Real decoding": _decoding_section(decoded),
+        "Real decoding": _decoding_section(decoded) + _decoded_curves(config),
         "Training": _training_section(trained),
         "Store": _store_table(config),
         "Extraction": _extraction_section(run_dir / "extract"),
@@ -88,7 +88,7 @@ def _drafter_table(config: RunConfig, trained: Mapping[str, Sequence[Record]]) -
                 drafter.num_layers,
                 drafter.block_size,
                 "all stored" if layers is None else ", ".join(map(str, layers)),
-                f"{train.loss.kind}, {train.loss.weighting}",
+                f"{train.loss.kind}, {'d_pace' if train.loss.is_paced else 'decay'}",
                 f"{train.num_anchors:,} in {train.batch_tokens:,} tokens",
                 f"{train.optimizer.learning_rate:g}",
                 f"{newest['step']:,}" if newest else "not trained",
@@ -106,7 +106,8 @@ def _decoding_section(decoded: Mapping[str, Record]) -> str:
     for name, result in decoded.items():
         for suite, found in result["suites"].items():
             low, high = found["acceptance_length_interval"]
-            untrained = found.get("untrained", {}).get("acceptance_length")
+            untrained = (found.get("untrained") or {}).get("acceptance_length")
+            lossless = found["lossless_fraction"]
             rows.append(
                 (
                     name,
@@ -115,7 +116,7 @@ def _decoding_section(decoded: Mapping[str, Record]) -> str:
                     found["num_prompts"],
                     f"{found['acceptance_length']:.3f} [{low:.3f}, {high:.3f}]",
                     "" if untrained is None else f"{untrained:.3f}",
-                    f"{found['lossless_fraction']:.1%}",
+                    "sampled" if lossless is None else f"{lossless:.1%}",
                     f"{found['target_tokens_per_s']:.0f}",
                     f"{found['drafted_tokens_per_s']:.0f}",
                 )
@@ -125,6 +126,19 @@ def _decoding_section(decoded: Mapping[str, Record]) -> str:
     names = ("drafter", "step", "suite", "prompts", "acceptance length, 95%", "untrained")
     rates = ("lossless", "tokens/s, target alone", "tokens/s, drafted")
     return _table((*names, *rates), rows) + acceptance_plot(decoded)
+
+
+def _decoded_curves(config: RunConfig) -> str:
+    """Acceptance length of each checkpoint that was decoded, by the newest settings."""
+    curves: dict[str, Points] = {}
+    for drafter in config.drafter:
+        records = list(read_lines(drafter_run(config, drafter.name).drafter_dir / "decoded.jsonl"))
+        same = [each for each in records if each["settings"] == records[-1]["settings"]]
+        newest = {each["step"]: each["acceptance_length"] for each in same}
+        for suite in records[-1]["acceptance_length"] if records else ():
+            points = [(float(step), found[suite]) for step, found in sorted(newest.items())]
+            curves[f"{drafter.name}, {suite}"] = points
+    return curve_plot(curves, title="Acceptance length by real decoding", x_label="step")
 
 
 def _training_section(trained: Mapping[str, Sequence[Record]]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_offline import evaluate as evaluate_module
 from dflash_offline.config import drafter_run
@@ -43,6 +44,21 @@ def test_eval_json_says_what_was_measured(run, capsys):
     assert found["drafted_tokens_per_s"] > 0
     assert "Real speculative decoding" in capsys.readouterr().out
     ElementTree.parse(Path(run.run_dir) / "eval.svg")
+
+
+def test_each_decoded_checkpoint_is_a_point_beside_the_trainings_curves(run):
+    for _ in range(2):
+        evaluate(run, drafter_names=("small",), folder=None, watch=False)
+    drafter_dir = drafter_run(run, "small").drafter_dir
+    lines = [json.loads(line) for line in (drafter_dir / "decoded.jsonl").open()]
+    result = json.loads((drafter_dir / "eval.json").read_text())
+    assert [line["step"] for line in lines] == [4, 4]
+    assert lines[0]["acceptance_length"] == {
+        "held_out": result["suites"]["held_out"]["acceptance_length"]
+    }
+    curves = EventAccumulator(str(drafter_dir / "tensorboard")).Reload()
+    assert curves.Scalars("decoding/held_out")[0].step == 4
+    assert "train/loss" in curves.Tags()["scalars"]
 
 
 def test_the_best_checkpoint_is_the_one_decoded_best(run):

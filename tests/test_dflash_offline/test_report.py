@@ -34,6 +34,12 @@ def test_a_page_holds_drafters_store_and_plots(tiny_run: RunConfig, tmp_path: Pa
     (run_dir / "drafters" / "small" / "eval.json").write_text(
         json.dumps({"suites": {"held_out": suite}, "step": 4})
     )
+    decoded = [
+        {"step": step, "settings": {"seed": seed}, "acceptance_length": {"held_out": 1.0 + step}}
+        for step, seed in ((2, 0), (3, 1), (4, 1))
+    ]
+    lines = "".join(json.dumps(each) + "\n" for each in decoded)
+    (run_dir / "drafters" / "small" / "decoded.jsonl").write_text(lines)
     path = write_report(config)
     assert path == run_dir / "report.html"
     page = path.read_text()
@@ -44,7 +50,10 @@ def test_a_page_holds_drafters_store_and_plots(tiny_run: RunConfig, tmp_path: Pa
     headings = [each.text for each in parsed(page).iter("h2")]
     # The fixture runs the stages without the command, which notes versions and settings.
     assert headings == ["Drafters", "Real decoding", "Training", "Store", "Extraction"]
-    assert page.count("<svg") >= 5
+    assert page.count("<svg") >= 6
+    (curve,) = [each for each in page.split("<svg") if "by real decoding" in each]
+    # Of two points: those of other settings cannot be compared.
+    assert curve.split('points="')[1].split('"')[0].count(",") == 2
 
 
 def test_a_run_that_has_not_begun_is_reported_too(tiny_run: RunConfig, tmp_path: Path) -> None:
