@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -98,11 +97,14 @@ prime(DrafterRun.model_validate_json(sys.argv[1]))
 """
 
 
-def exit_code_of(script: str, run: DrafterRun, *arguments: object) -> int:
+NEVER = 10**9
+
+
+def exit_code_of(script: str, run: DrafterRun, *arguments: object, **environment: str) -> int:
     """Runs a script in a process of its own, as a training has on a GPU."""
     return subprocess.run(
         [sys.executable, "-c", script, run.model_dump_json(), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         check=False,
     ).returncode
 
@@ -114,15 +116,32 @@ def test_killed_and_resumed_is_uninterrupted_on_a_gpu_where_kernels_are_those_pi
         "train": {"dtype": "bfloat16", "num_anchors": 16, "validation_steps": 1000},
     }
     whole, killed = (make_run(name=name, **settings) for name in ("whole", "killed"))
-    never = 10**9
     assert exit_code_of(PRIMED, whole) == 0
-    assert exit_code_of(KILLED, whole, never) == 0
+    assert exit_code_of(KILLED, whole, NEVER) == 0
     num_steps = records(whole)[-1]["step"]
     assert exit_code_of(KILLED, killed, num_steps - 4) == -signal.SIGKILL
-    assert exit_code_of(KILLED, killed, never) == 0
+    assert exit_code_of(KILLED, killed, NEVER) == 0
     assert {record["execution"] for record in records(killed)} == {"compiled"}
     assert sum(record["num_compiles_cold"] for record in records(killed)) == 0
     assert_same_tensors(final_tensors(killed), final_tensors(whole))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("train", "tolerance"),
+    [({"dtype": "float32"}, 1e-3), ({"dtype": "bfloat16", "fp8": "all"}, 0.05)],
+    ids=["float32", "fp8"],
+)
+def test_training_on_a_gpu_follows_that_on_a_cpu(make_run, train, tolerance):
+    drafter = {"block_size": 8, "head_dim": 32}
+    common = {"num_anchors": 16, "validation_steps": 1000, "log_steps": 1, "max_steps": 8}
+    on_gpu = make_run(name="gpu", drafter=drafter, train=common | train)
+    on_cpu = make_run(name="cpu", drafter=drafter, train=common)
+    assert exit_code_of(KILLED, on_gpu, NEVER) == 0
+    assert exit_code_of(KILLED, on_cpu, NEVER, CUDA_VISIBLE_DEVICES="") == 0
+    assert {record["execution"] for record in records(on_gpu)} == {"compiled"}
+    losses, expected = ([record["loss"] for record in records(each)] for each in (on_gpu, on_cpu))
+    assert losses == pytest.approx(expected, rel=tolerance)
 
 
 def test_other_processes_that_read_change_nothing_stopped_and_resumed_too(make_run, monkeypatch):
