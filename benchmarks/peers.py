@@ -392,7 +392,11 @@ def decode_here(
 def open_bench(config: RunConfig, args: argparse.Namespace) -> Bench:
     """Gather what all trainers share."""
     name = args.drafter or config.drafter[0].name
-    run = drafter_run(config, name).model_copy(update={"drafter_dir": args.out / "start"})
+    run = drafter_run(config, name)
+    # The weights of offsets that all three know.
+    loss = run.train.loss.model_copy(update={"weighting": "decay"})
+    train = run.train.model_copy(update={"loss": loss})
+    run = run.model_copy(update={"train": train, "drafter_dir": args.out / "start"})
     store = open_store(store_dir_of(config))
     head = load_target_head(store)
     return Bench(

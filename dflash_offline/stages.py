@@ -52,10 +52,13 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
         print(f"nothing to extract: {store_dir_of(config)} holds all of it")
         return 0
     # Imported only now: they load torch and transformers.
+    from dflash_offline.plan import check_later_stages
     from dflash_offline.progress import ExtractionProgress
     from stage1_extract.failures import judge_extraction
     from stage1_extract.planning import prepare_store
+    from stage1_extract.target_files import load_config
 
+    check_later_stages(config, load_config(run.target))
     run_dir = _start_run(config)
     places, num_workers = worker_places(config)
     store = prepare_store(run, fewest_units=num_workers)

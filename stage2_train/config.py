@@ -42,9 +42,11 @@ class LossConfig(Settings):
     """`cross_entropy` against the sequence's own tokens; `kl` or `total_variation` against the
     target's distribution, which need a store with `lm_head_input`. Total variation learns slowly
     from fresh weights: start from another drafter (`init_from`)."""
-    weighting: Literal["decay", "d_pace"] = "decay"
+    weighting: Literal["decay", "d_pace"] | None = None
     """Weight of an offset: `decay` by `gamma`; `d_pace` by how far the drafter itself would get
-    (SpecForge's D-PACE), divided by the number of blocks. `d_pace` needs the cross-entropy."""
+    (SpecForge's D-PACE), divided by the number of blocks. `d_pace` needs the cross-entropy. None
+    takes `d_pace`, which learns faster, but `decay` where the loss is another or `gamma` or
+    `min_weight` is set."""
     pace_smoothing: float = Field(default=0.5, ge=0.0, le=1.0)
     """D-PACE's smoothing of the drafter's probabilities: 0 trusts them, 1 ignores them."""
     gamma: float | None = Field(default=None, gt=0.0)
@@ -55,6 +57,12 @@ class LossConfig(Settings):
     """End a block's labels at its first unsupervised one instead of masking each alone."""
     chunk_rows: int = Field(default=2560, ge=1)
     """Rows whose logits exist at once."""
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether offsets are weighed by D-PACE."""
+        is_free = self.gamma is None and self.min_weight == 0.0 and self.kind == "cross_entropy"
+        return self.weighting == "d_pace" or (self.weighting is None and is_free)
 
     @model_validator(mode="after")
     def _pace_is_that_of_the_labels(self) -> "LossConfig":
@@ -181,7 +189,9 @@ class DrafterConfig(Settings):
     """Settings with the values to try, for example {num_layers = [1, 2], train.seed = [0, 1]}:
     the drafter stands for one drafter of each combination, named after it."""
     init_from: str | None = None
-    """Folder of a drafter (a checkpoint or an export) whose weights training starts from."""
+    """What training starts from: `"target"`, the target's last layers (`store.last_layers`), where
+    it has a drafter's widths and parts; `"fresh"`, random weights; or a folder of a drafter, a
+    checkpoint or an export. None takes the first of them that is possible."""
 
 
 class DrafterRun(Settings):

@@ -176,7 +176,7 @@ def make_batch_maker(
 ) -> BatchMaker:
     """Gathers what batches depend on from the settings."""
     layer_names = tuple(layer_name(i) for i in architecture.target_layer_ids)
-    is_paced = train.loss.weighting == "d_pace"
+    is_paced = train.loss.is_paced
     return BatchMaker(
         layer_names=layer_names
         if train.loss.kind == "cross_entropy"

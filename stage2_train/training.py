@@ -15,6 +15,7 @@ from stage2_train.decode import LayerDecoder
 from stage2_train.drafter import Drafter
 from stage2_train.fast_path import FastPath
 from stage2_train.gradients import GradientSum
+from stage2_train.live_line import epoch_words
 from stage2_train.monitor import Monitor
 from stage2_train.optimizer import MasterAdamW, learning_rate
 from stage2_train.position import Position, total_steps
@@ -84,6 +85,12 @@ class Training:
         )
         if position.step >= steps:
             return position, "done"
+        words = epoch_words(
+            snapshot.num_tokens[planned.order],
+            num_batches=len(planned),
+            batch_tokens=train.batch_tokens,
+        )
+        self.monitor.say_epoch(position.epoch, words)
         for batches in self.steps_of(snapshot, planned, position):
             position, is_stopped = self.step(batches, position, steps=steps, stop=stop)
             is_last = position.step >= steps
@@ -177,7 +184,7 @@ class Training:
                 decoders=self.decoders,
                 chunk_rows=loss.chunk_rows,
                 kind=loss.kind,
-                pace_smoothing=loss.pace_smoothing if loss.weighting == "d_pace" else None,
+                pace_smoothing=loss.pace_smoothing if loss.is_paced else None,
                 weight_sum=weight_sum,
                 fast_path=self.sharded_path or self.fast_path,
             )

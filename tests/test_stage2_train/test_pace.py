@@ -72,6 +72,15 @@ def test_a_drafter_learns_at_its_own_pace(make_run):
     assert records[-1]["acceptance_length"] > 2.0
 
 
+def test_pace_is_the_default_where_nothing_else_is_asked():
+    assert LossConfig().is_paced
+    assert not LossConfig(gamma=4.0).is_paced
+    assert not LossConfig(min_weight=0.5).is_paced
+    assert not LossConfig(kind="kl").is_paced
+    assert not LossConfig(weighting="decay").is_paced
+    assert LossConfig(weighting="d_pace", gamma=4.0).is_paced
+
+
 def test_pace_goes_with_the_labels():
     with pytest.raises(ValidationError, match='d_pace" goes with'):
         LossConfig(kind="kl", weighting="d_pace")
