@@ -13,7 +13,7 @@ from safetensors.torch import save
 from shapes import Shape
 
 from stage2_train.architecture import default_target_layer_ids
-from storage.encodings import EncodedStates, encode
+from storage.encodings import ENCODINGS, EncodedStates, encode
 from storage.schema import LayerRecord, StoreIdentity
 from storage.writer import WritableStore, create_store
 
@@ -36,14 +36,18 @@ def make_store(
         store_dir: where; must not exist.
         shape: sizes.
         lengths: tokens of each sequence.
-        encoding: of every layer: bf16, fp8 or one that needs no calibration.
+        encoding: of every layer.
         supervised_fraction: share of each sequence's end that is the answer.
         num_units: shards; None makes them about 1 GB.
     """
     store = create_store(store_dir, identity_of(shape))
     names = [str(i) for i in default_target_layer_ids(shape.num_layers, shape.num_target_layers)]
+    scales = channel_scales(shape, encoding)
     store.add_layers(
-        LayerRecord(name=name, encoding=encoding, hidden_size=shape.hidden_size) for name in names
+        LayerRecord(
+            name=name, encoding=encoding, hidden_size=shape.hidden_size, channel_scales=scales
+        )
+        for name in names
     )
     write_head(store, shape)
     length_of = {f"sequence-{number}": length for number, length in enumerate(lengths)}
@@ -98,8 +102,20 @@ def random_states(num_tokens: int, shape: Shape, encoding: str) -> list[EncodedS
     kinds = []
     for _ in range(NUM_KINDS):
         states = rng.standard_normal((num_tokens, shape.hidden_size), dtype=np.float32)
-        kinds.append(encode(encoding, states))
+        scales = channel_scales(shape, encoding)
+        kinds.append(
+            encode(
+                encoding,
+                states,
+                channel_scales=None if scales is None else np.array(scales, np.float32),
+            )
+        )
     return kinds
+
+
+def channel_scales(shape: Shape, encoding: str) -> tuple[float, ...] | None:
+    """What calibrating would find: the random channels all have the size one."""
+    return (1.0,) * shape.hidden_size if ENCODINGS[encoding].calibrated else None
 
 
 def first_tokens(states: EncodedStates, num_tokens: int) -> EncodedStates:
