@@ -37,6 +37,9 @@ def with_absolute_paths(
     def suite(name: str) -> str:
         return read(name) if name.endswith(".jsonl") else name
 
+    def start(name: str) -> str:
+        return name if name in ("fresh", "target") else read(name)
+
     changed = dict(tables)
     changed = _changed(changed, "run_dir", write)
     for table, key, anchor in (
@@ -51,7 +54,7 @@ def with_absolute_paths(
             changed[table] = _changed(changed[table], key, anchor)
     if isinstance(changed.get("drafter"), list):
         changed["drafter"] = [
-            _with_cache_dir(_changed(each, "init_from", read), write)
+            _with_cache_dir(_changed(each, "init_from", start), write)
             if isinstance(each, dict)
             else each
             for each in changed["drafter"]

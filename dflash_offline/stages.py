@@ -55,6 +55,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     from dflash_offline.plan import check_later_stages
     from dflash_offline.progress import ExtractionProgress
     from stage1_extract.failures import judge_extraction
+    from stage1_extract.head_needs import lacking_head_files
     from stage1_extract.planning import prepare_store
     from stage1_extract.target_files import load_config
 
@@ -71,7 +72,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
             note_finished(run, digest=digest)
         return exit_code
 
-    lacking = store.lacking_head_files()
+    lacking = lacking_head_files(store, run)
     if not open_units and lacking:
         print(f"all {len(units)} units are committed; the head lacks {', '.join(lacking)}")
         num_workers = 1  # To load the target and write the head again takes one.

@@ -78,6 +78,9 @@ class StoreConfig(Settings):
     """0-based decoder layers to capture: id i is Hugging Face's `hidden_states[i + 1]`."""
     lm_head_input: bool = False
     """Also keep the final normed state, from which the target's distribution follows."""
+    last_layers: int = Field(default=5, ge=0)
+    """Decoder layers of the target, counted from the last, whose weights the store keeps, for
+    drafters to start from (`init_from`); 0 keeps none."""
     shard_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
     """Aimed size of one shard, in bytes."""
     held_out_fraction: float = Field(default=0.05, ge=0.0, lt=1.0)

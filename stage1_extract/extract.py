@@ -13,6 +13,7 @@ import torch
 from stage1_extract.config import ExtractRun
 from stage1_extract.failures import EXIT_DONE, judge_extraction
 from stage1_extract.full_disk import bytes_needed_named
+from stage1_extract.head_needs import lacking_head_files
 from stage1_extract.planning import prepare_store
 from stage1_extract.preparation import open_conversations
 from stage1_extract.signals import StopRequest, stop_requests
@@ -74,7 +75,7 @@ def lead_worker(
     store = open_for_writing(run.store_dir)
     order = unit_order(store.units(), worker_index=worker_index, num_workers=num_workers)
     order = [unit for unit in order if not store.is_committed(unit)]
-    if not order and not store.lacking_head_files():
+    if not order and not lacking_head_files(store, run):
         print("nothing to extract: all units are committed")
         return judge_extraction(store, run)
     metrics_path = run.run_dir / "extract" / f"worker-{worker_index:05d}.metrics.jsonl"

@@ -224,13 +224,30 @@ def store_shape(run: ExtractRun, config: PretrainedConfig) -> StoreShape:
         encoding=run.store.encoding,
         hidden_size=config.hidden_size,
         shard_bytes=run.store.shard_bytes,
-        head_bytes=head_bytes(config, dtype=run.target.dtype),
+        head_bytes=head_bytes(
+            config, dtype=run.target.dtype, num_last_layers=run.store.last_layers
+        ),
         packing=run.store.packing,
     )
 
 
-def head_bytes(config: PretrainedConfig, *, dtype: str) -> int:
-    """Bytes of the target's embedding, and of its LM head where that is not the same matrix."""
+def head_bytes(config: PretrainedConfig, *, dtype: str, num_last_layers: int) -> int:
+    """Bytes of the target's embedding, of its LM head where that is not the same matrix, and of the
+    decoder layers that are kept, as far as they are dense.
+    """
     published = getattr(torch, dtype) if config.dtype is None else config.dtype
     num_matrices = 1 if config.tie_word_embeddings else 2
-    return int(num_matrices * config.vocab_size * config.hidden_size * published.itemsize)
+    num_weights = num_matrices * config.vocab_size * config.hidden_size
+    num_weights += min(num_last_layers, config.num_hidden_layers) * _layer_weights(config)
+    return int(num_weights * published.itemsize)
+
+
+def _layer_weights(config: PretrainedConfig) -> int:
+    """Weights of one decoder layer's projections and dense MLP."""
+    width = config.hidden_size
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or width // num_heads
+    num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    is_dense = not any(getattr(config, n, None) for n in ("num_experts", "num_local_experts"))
+    mlp_width = getattr(config, "intermediate_size", None) or 0 if is_dense else 0
+    return int(width * (2 * (num_heads + num_key_value_heads) * head_dim + 3 * mlp_width))

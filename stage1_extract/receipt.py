@@ -16,6 +16,7 @@ from stage1_extract.config import ExtractRun
 from stage1_extract.conversation_files import files_of
 from stage1_extract.embedded import is_embedded
 from stage1_extract.gguf_target import gguf_sources
+from stage1_extract.head_needs import lacking_head_files
 from storage.commits import tombstoned_units
 from storage.errors import StoreError
 from storage.files import replace_whole
@@ -50,7 +51,8 @@ def is_finished(run: ExtractRun) -> bool:
         return False  # No receipt, or none that can be read: the long way tells.
     # A shard that was given up since is planned nowhere until preparing plans its sequences anew.
     is_whole = len(tombstoned_units(store.files)) == num_given_up
-    return is_whole and set(store.units()) <= store.committed() and not store.lacking_head_files()
+    is_committed = is_whole and set(store.units()) <= store.committed()
+    return is_committed and not lacking_head_files(store, run)
 
 
 def run_digest(run: ExtractRun) -> str | None:

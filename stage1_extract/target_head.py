@@ -19,10 +19,12 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stage1_extract.last_layers import last_layers_file
 from stage1_extract.parity import relative_differences
 from stage1_extract.target_files import stop_token_ids
 from stage1_extract.target_transformers import TransformersTarget
-from storage.head import FACTS_FILE, WEIGHTS_FILE
+from stage1_extract.target_weights import as_published, whole
+from storage.head import FACTS_FILE, LAST_LAYERS_FILE, WEIGHTS_FILE
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -38,7 +40,11 @@ class _Observed:
 
 
 def head_files(
-    target: TransformersTarget, *, folder: str | Path, token_ids: Int32[ndarray, "tokens"]
+    target: TransformersTarget,
+    *,
+    folder: str | Path,
+    token_ids: Int32[ndarray, "tokens"],
+    num_last_layers: int = 0,
 ) -> dict[str, bytes]:
     """The files of the store's `head/` by name.
 
@@ -46,6 +52,7 @@ def head_files(
         target: The loaded target.
         folder: Folder of its files (its generation settings name the stop tokens).
         token_ids: A real sequence; a few tokens of it prove the facts.
+        num_last_layers: Decoder layers, counted from the last, whose weights are kept, too.
 
     Raises:
         ValueError: The target's embedding or logits follow no rule known here.
@@ -65,12 +72,18 @@ def head_files(
         "eos_token_ids": stop_token_ids(folder, target.config),
         "transformers_version": transformers.__version__,
     }
-    stored = {name: _as_published(weight, target) for name, weight in weights.items()}
-    return {
+    stored = {name: as_published(weight, target) for name, weight in weights.items()}
+    files = {
         WEIGHTS_FILE: save(stored),
         FACTS_FILE: json.dumps(facts, indent=1, sort_keys=True).encode(),
         **_tokenizer_files(target),
     }
+    if num_last_layers > 0:
+        offset = 1.0 if facts["norm_kind"] == "rms_one_plus_weight" else 0.0
+        files[LAST_LAYERS_FILE] = last_layers_file(
+            target, num_layers=num_last_layers, norm_offset=offset
+        )
+    return files
 
 
 def head_weights(target: TransformersTarget) -> dict[str, Tensor]:
@@ -89,14 +102,7 @@ def head_weights(target: TransformersTarget) -> dict[str, Tensor]:
         weights["lm_head.weight"] = lm_head.weight
     if getattr(lm_head, "bias", None) is not None:
         weights["lm_head.bias"] = lm_head.bias
-    return {name: _whole(weight.detach()) for name, weight in weights.items()}
-
-
-def _whole(weight: Tensor) -> Tensor:
-    """The weight, put together where processes hold parts of it."""
-    from torch.distributed.tensor import DTensor
-
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return {name: whole(weight.detach()) for name, weight in weights.items()}
 
 
 def _pointer(weight: Tensor) -> int:
@@ -208,16 +214,6 @@ def _agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 def _unknown_rule(target: TransformersTarget, what: str) -> ValueError:
     return ValueError(f"target.model: {target.config.model_type} cannot be used yet: {what}")
-
-
-def _as_published(weight: Tensor, target: TransformersTarget) -> Tensor:
-    """The weight in the type the model was published in, where that loses nothing."""
-    published = target.published_dtype
-    if published is not None and published != weight.dtype:
-        narrow = weight.to(published)
-        if torch.equal(narrow.to(weight.dtype), weight):
-            weight = narrow
-    return weight.contiguous().cpu()
 
 
 def _tokenizer_files(target: TransformersTarget) -> dict[str, bytes]:

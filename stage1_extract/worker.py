@@ -15,6 +15,7 @@ from stage1_extract.ahead import one_ahead
 from stage1_extract.batches import batches_for
 from stage1_extract.config import ExtractRun
 from stage1_extract.conversations import Conversations
+from stage1_extract.head_needs import lacking_head_files
 from stage1_extract.open_shard import OpenShard
 from stage1_extract.parity import choose_way
 from stage1_extract.pipeline import Pipeline, ShardInProgress
@@ -26,7 +27,7 @@ from stage1_extract.target import resolve_target
 from stage1_extract.target_head import head_files
 from stage1_extract.target_transformers import TransformersTarget
 from stage1_extract.worker_metrics import WorkerMetrics
-from storage.head import FACTS_FILE
+from storage.head import FACTS_FILE, LAST_LAYERS_FILE
 from storage.schema import LayerRecord, UnitId
 from storage.writer import WritableStore
 
@@ -239,9 +240,16 @@ def save_head(
     token_ids: Int32[ndarray, "tokens"],
 ) -> None:
     """Puts the target's head into the store, once; what is lost of it is put again."""
-    if not store.lacking_head_files():
+    lacking = lacking_head_files(store, run)
+    if not lacking:
         return
-    files = target.together(head_files, folder=resolve_target(run.target), token_ids=token_ids)
+    files = target.together(
+        head_files,
+        folder=resolve_target(run.target),
+        token_ids=token_ids,
+        # They are kept once, as many as the first run wanted.
+        num_last_layers=run.store.last_layers if LAST_LAYERS_FILE in lacking else 0,
+    )
     # The facts come last: trainings that wait for the head begin with them.
     for name in sorted(files, key=lambda each: (each == FACTS_FILE, each)):
         store.put_head_file(name, files[name])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ from stage2_train.data import BatchMaker, in_processes, make_batch_maker
 from stage2_train.decode import layer_decoders
 from stage2_train.device import choose_device, choose_dtype
 from stage2_train.drafter import Drafter, initialize
-from stage2_train.export import load_any_drafter
 from stage2_train.fast_path import FastPath, make_fast_path
 from stage2_train.fp8 import SUM_MULTIPLE, freeze_fp8, use_fp8
 from stage2_train.gradients import GradientSum, WholeGradients
@@ -29,6 +27,7 @@ from stage2_train.optimizer import MasterAdamW
 from stage2_train.position import Position
 from stage2_train.ranks import ALONE, Ranks
 from stage2_train.sharding import ShardedAdamW, ShardedGradients, ShardedPath
+from stage2_train.start_weights import take_start_weights
 from stage2_train.target_head import TargetHead, load_target_head
 from stage2_train.training import Training
 from storage.encodings import encoded_bytes_per_token
@@ -58,8 +57,7 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         drafter = Drafter(architecture)
     # Drawn once: a billion weights take seconds.
     initialize(drafter.to_empty(device="cpu"), seed=run.train.seed)
-    if run.drafter.init_from is not None:
-        take_weights(drafter, Path(run.drafter.init_from))
+    start = take_start_weights(drafter, run.drafter.init_from, store)
     is_compiled = run.train.compile is not False
     fast_path = choose_fast_path(run.train.attention, device, is_compiled=is_compiled)
     if run.train.compile and fast_path is None:
@@ -88,6 +86,8 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         say=monitor.say,
     )
     monitor.start(first_step=position.step)
+    if position.step == 0:
+        monitor.say(f"starting from {start}")
     fp8 = choose_fp8(run.train, drafter, head)
     products = {False: "", True: " with fp8 products", "all": " with all products in fp8"}[fp8]
     if fp8:
@@ -233,22 +233,6 @@ def architecture_for(run: DrafterRun, store: Store, head: TargetHead) -> Drafter
             "final_logit_softcapping": head.final_logit_softcapping,
         },
     )
-
-
-def take_weights(drafter: Drafter, folder: Path) -> None:
-    """Starts from the weights of another drafter of the same shape, in any layout we read."""
-    shape = drafter.architecture
-    other = load_any_drafter(folder, num_target_layers=shape.num_target_layers)
-    if other.architecture.target_layer_ids != shape.target_layer_ids:
-        raise ValueError(
-            f"init_from {folder} reads target layers {other.architecture.target_layer_ids}, this "
-            f"drafter {shape.target_layer_ids}; they must be the same"
-        )
-    try:
-        drafter.load_state_dict(other.state_dict())
-    except RuntimeError as error:
-        first = str(error).splitlines()[-1].strip()
-        raise ValueError(f"init_from {folder} has another shape: {first}") from error
 
 
 def resume(

@@ -1,6 +1,6 @@
 """Files beside the hidden states that stage 2 needs: embedding, norm, LM head, tokenizer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from crc32c import crc32c
@@ -46,14 +46,17 @@ def _recorded(files: Files, name: str) -> dict[str, Any] | None:
         return None
 
 
-def lacking_head_files(files: Files) -> list[str]:
+def lacking_head_files(files: Files, *, also: Iterable[str] = ()) -> list[str]:
     """Files of head/ that are needed or recorded, but not there in their full size.
 
     Their bytes are not read: a flipped one shows when the file is used.
+
+    Args:
+        files: The store's files.
+        also: Names of further files that shall be there.
     """
-    return [
-        name for name in sorted({*NEEDED, *head_files(files)}) if not _has_full_size(files, name)
-    ]
+    names = sorted({*NEEDED, *also, *head_files(files)})
+    return [name for name in names if not _has_full_size(files, name)]
 
 
 def _has_full_size(files: Files, name: str) -> bool:

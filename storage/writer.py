@@ -90,9 +90,9 @@ class WritableStore:
         """
         head.put_head_file(self.files, name, data)
 
-    def lacking_head_files(self) -> list[str]:
-        """Files of head/ that are needed or were put, but are gone or of another size now."""
-        return head.lacking_head_files(self.files)
+    def lacking_head_files(self, *, also: Iterable[str] = ()) -> list[str]:
+        """Files of head/ that are needed, named here or were put, and are not there in full."""
+        return head.lacking_head_files(self.files, also=also)
 
     def note_origin(self, origin: Mapping[str, Any]) -> None:
         """Keeps settings and versions that fill the store, as JSON values; equal ones once."""
