@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_offline.config import RunConfig, drafter_run, extract_run
 from dflash_offline.launch import count_gpus, slots
-from dflash_offline.plan_training import TrainingPlan, plan_training
+from dflash_offline.plan_training import TrainingPlan, plan_training, planned_architecture
 from stage1_extract.config import ExtractRun
 from stage1_extract.plan import StoreShape, StoreSize, Way, WorkerMemory
 
@@ -89,6 +89,7 @@ def plan_run(config: RunConfig, *, measure: bool) -> RunPlan:
     folder = resolve_target(run.target, weights=False)
     light = run.model_copy(update={"target": run.target.model_copy(update={"model": folder})})
     target_config = load_config(light.target)
+    check_later_stages(config, target_config)
     gpu_name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     extraction = _plan_extraction(run, light, target_config, gpu_name, measure=measure)
     return RunPlan(
@@ -105,6 +106,26 @@ def plan_run(config: RunConfig, *, measure: bool) -> RunPlan:
             for drafter in config.drafter
         ],
     )
+
+
+def check_later_stages(config: RunConfig, target_config: "PretrainedConfig") -> None:
+    """Refuses what would otherwise stop the run only after the hours of stage 1.
+
+    Args:
+        config: The run file, checked.
+        target_config: The target's configuration.
+
+    Raises:
+        ValueError: A drafter does not fit the target or the store, or a suite is unknown.
+    """
+    from dflash_offline.suites import refuse_unknown_suite
+    from stage1_extract.preparation import store_shape
+
+    shape = store_shape(extract_run(config), target_config)
+    for drafter in config.drafter:
+        planned_architecture(drafter_run(config, drafter.name), target_config, shape)
+    for suite in config.eval.suites:
+        refuse_unknown_suite(suite)
 
 
 def _plan_extraction(

@@ -75,7 +75,7 @@ def plan_training(
     """
     from storage.encodings import encoded_bytes_per_token
 
-    architecture = _architecture(run, target_config, shape)
+    architecture = planned_architecture(run, target_config, shape)
     num_parameters = _num_parameters(architecture)
     batch_tokens, num_ranks = run.train.batch_tokens * BATCH_FILL, run.train.gpus_per_drafter
     trained_share = (1 - held_out_fraction) * run.train.data_fraction
@@ -96,9 +96,14 @@ def plan_training(
     )
 
 
-def _architecture(
+def planned_architecture(
     run: DrafterRun, target_config: "PretrainedConfig", shape: StoreShape
 ) -> "DrafterArchitecture":
+    """The drafter's shape, up to the token that masks.
+
+    Raises:
+        ValueError: The drafter does not fit the target or the store.
+    """
     from stage2_train.architecture import resolve_architecture
 
     return resolve_architecture(

@@ -120,10 +120,23 @@ def load_suite(name: str, *, snapshot: Snapshot | None, limit: int) -> list[Dial
         return held_out_dialogues(snapshot, limit=limit)
     if name in PUBLIC_SUITES:
         return [Dialogue(turns=tuple(turns)) for turns in public_turns(name)[:limit]]
-    if name.endswith(".jsonl"):
-        return file_dialogues(Path(name), limit=limit)
-    known = ", ".join((HELD_OUT, *PUBLIC_SUITES))
-    raise ValueError(f"eval.suites: unknown suite {name!r}; expected {known} or a *.jsonl file")
+    refuse_unknown_suite(name)
+    return file_dialogues(Path(name), limit=limit)
+
+
+def refuse_unknown_suite(name: str) -> None:
+    """Refuses what is no suite.
+
+    Raises:
+        ValueError: the name is neither known nor that of a JSONL file that is there.
+    """
+    if name in (HELD_OUT, *PUBLIC_SUITES):
+        return
+    if not name.endswith(".jsonl"):
+        known = ", ".join((HELD_OUT, *PUBLIC_SUITES))
+        raise ValueError(f"eval.suites: unknown suite {name!r}; expected {known} or a *.jsonl file")
+    if not Path(name).is_file():
+        raise ValueError(f"eval.suites: there is no file {name}; check the path in the run file")
 
 
 def held_out_dialogues(snapshot: Snapshot, *, limit: int) -> list[Dialogue]:

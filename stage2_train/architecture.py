@@ -72,6 +72,8 @@ class DrafterArchitecture:
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs of channels")
         if not self.target_layer_ids:
             raise ValueError("target_layer_ids is empty; a drafter reads at least one target layer")
         outside = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
@@ -247,7 +249,13 @@ def resolve_architecture(
     Raises:
         ValueError: a setting does not fit the target or the store.
     """
-    layer_ids = drafter.target_layer_ids or tuple(sorted(stored_layer_ids))
+    layer_ids = drafter.target_layer_ids
+    if layer_ids is None:
+        layer_ids = tuple(sorted(stored_layer_ids))
+    if len(set(layer_ids)) < len(layer_ids):
+        raise ValueError(
+            f"drafter {drafter.name}: target_layer_ids names a layer twice: {list(layer_ids)}"
+        )
     missing = [i for i in layer_ids if i not in stored_layer_ids]
     if missing:
         raise ValueError(
@@ -268,24 +276,29 @@ def resolve_architecture(
     target_head_dim = target_config.get("head_dim") or (
         hidden_size // target_config["num_attention_heads"]
     )
-    return DrafterArchitecture(
-        hidden_size=hidden_size,
-        num_hidden_layers=drafter.num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=drafter.head_dim or target_head_dim,
-        intermediate_size=(
-            drafter.intermediate_size or target_config.get("intermediate_size") or 4 * hidden_size
-        ),
-        rms_norm_eps=target_config.get("rms_norm_eps") or 1e-6,
-        vocab_size=vocab_size,
-        rope_parameters=read_rope_parameters(target_config),
-        max_position_embeddings=target_config["max_position_embeddings"],
-        block_size=drafter.block_size,
-        mask_token_id=mask_token_id,
-        target_layer_ids=layer_ids,
-        num_target_layers=num_target_layers,
-        layer_types=layer_types(drafter.num_layers, drafter.sliding_layers),
-        sliding_window=drafter.sliding_window if drafter.sliding_layers else None,
-        **scales,  # type: ignore[arg-type]
-    )
+    try:
+        return DrafterArchitecture(
+            hidden_size=hidden_size,
+            num_hidden_layers=drafter.num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=drafter.head_dim or target_head_dim,
+            intermediate_size=(
+                drafter.intermediate_size
+                or target_config.get("intermediate_size")
+                or 4 * hidden_size
+            ),
+            rms_norm_eps=target_config.get("rms_norm_eps") or 1e-6,
+            vocab_size=vocab_size,
+            rope_parameters=read_rope_parameters(target_config),
+            max_position_embeddings=target_config["max_position_embeddings"],
+            block_size=drafter.block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=layer_ids,
+            num_target_layers=num_target_layers,
+            layer_types=layer_types(drafter.num_layers, drafter.sliding_layers),
+            sliding_window=drafter.sliding_window if drafter.sliding_layers else None,
+            **scales,  # type: ignore[arg-type]
+        )
+    except ValueError as error:
+        raise ValueError(f"drafter {drafter.name}: {error}") from error

@@ -193,3 +193,31 @@ def test_extract_refuses_what_the_plan_says_does_not_fit(
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: extract.max_store_bytes = 200 kB leaves 200 kB and the store")
+
+
+@pytest.mark.parametrize("command", ["plan", "extract"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("target_layer_ids = [2]", "drafter small: target_layer_ids [2] are not in the store"),
+        ("head_dim = 7", "drafter small: head_dim 7 is odd"),
+        ('[eval]\nsuites = ["gsm9k"]', "eval.suites: unknown suite 'gsm9k'"),
+        ('[eval]\nsuites = ["/no.jsonl"]', "eval.suites: there is no file /no.jsonl"),
+    ],
+)
+def test_what_would_stop_later_stages_stops_the_first(
+    tiny_run: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    settings: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = run_file(tiny_run, tmp_path)
+    path.write_text(f"{path.read_text()}{settings}\n")
+    result = CliRunner().invoke(main, [command, str(path)])
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
+    assert not (tmp_path / "runs").exists()

@@ -221,6 +221,24 @@ def test_what_the_run_file_leaves_open_is_the_targets():
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head_dim": 7}, "drafter d: head_dim 7 is odd"),
+        ({"target_layer_ids": ()}, "drafter d: target_layer_ids is empty"),
+        ({"target_layer_ids": (1, 1)}, "drafter d: target_layer_ids names a layer twice"),
+        ({"target_layer_ids": (5,)}, r"drafter d: target_layer_ids \[5\] are not in the store"),
+        ({"num_attention_heads": 3}, "drafter d: num_attention_heads 3 is no multiple"),
+        ({"mask_token_id": 64}, "drafter d: mask_token_id 64 is outside"),
+        ({"sliding_layers": (9,)}, r"drafter d: sliding_layers \[9\] lie outside"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused_by_the_drafters_name(settings, message):
+    target = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ValueError, match=message):
+        resolve(DrafterConfig(name="d", **settings), target.to_dict())
+
+
+@pytest.mark.parametrize(
     ("config", "expected"),
     [
         ({"rope_theta": 5.0}, {"rope_type": "default", "rope_theta": 5.0}),
