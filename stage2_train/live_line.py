@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 # Above this share of a step the reader, not the arithmetic, sets the pace.
 BAD_WAIT_FRACTION = 0.05
 # Below this, a noticeable part of the arithmetic is padding.
@@ -107,6 +110,23 @@ def validation_line(step: int, validation: Mapping[str, Any]) -> str:
             f"on {validation['num_walked']} greedy answers"
         )
     return line
+
+
+def epoch_words(
+    lengths: Int[np.ndarray, "sequences"], *, num_batches: int, batch_tokens: int
+) -> str:
+    """Gives what an epoch trains, and whether some sequences are too long to be trained whole."""
+    num_tokens = int(np.minimum(lengths, batch_tokens).sum())
+    words = (
+        f"{len(lengths):,} sequences, {count_words(num_tokens)} tokens in {num_batches:,} batches"
+    )
+    num_long = int((lengths > batch_tokens).sum())
+    if num_long:
+        words += (
+            f"; {num_long:,} sequences are longer than train.batch_tokens = {batch_tokens:,}: of "
+            "each a window of so many tokens is trained, another one each epoch"
+        )
+    return words
 
 
 def thousands(value: float) -> str:

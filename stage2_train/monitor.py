@@ -66,6 +66,7 @@ class Monitor:
         self.peak_flops = measured_peak_flops(device) if device.type == "cuda" else None
         self.num_damaged = 0
         self._pending: Report | None = None
+        self._said_of_epoch = ""
 
     def start(self, *, first_step: int) -> None:
         """Begins behind a step; what was said of later ones is forgotten."""
@@ -215,6 +216,12 @@ class Monitor:
         if self.ranks.is_first:
             say(line)
 
+    def say_epoch(self, epoch: int, words: str) -> None:
+        """Says what an epoch trains, unless the one before trained the same."""
+        if words != self._said_of_epoch:
+            self._said_of_epoch = words
+            self.say(f"epoch {epoch}: {words}")
+
     def __enter__(self) -> "Monitor":
         """Gives itself; what is pending at the end of the block is written."""
         return self
@@ -271,15 +278,15 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def forget_after(metrics_path: Path, *, step: int) -> None:
-    """Removes records of steps that a resumed run is going to do again, and a torn last line."""
+    """Removes records of steps that a resumed run is going to do again, and torn lines."""
     if not metrics_path.exists():
         return
     kept = []
-    for line in metrics_path.read_text(encoding="utf-8").splitlines():
+    for line in metrics_path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             continue
     replace_whole(metrics_path, "".join(kept).encode())
 

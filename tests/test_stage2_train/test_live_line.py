@@ -1,9 +1,11 @@
 """The line a person reads says what matters, and what is wrong in words."""
 
+import numpy as np
 import pytest
 
 from stage2_train.live_line import (
     count_words,
+    epoch_words,
     live_line,
     thousands,
     validation_line,
@@ -38,6 +40,15 @@ def test_live_line_says_what_matters():
         "12.3k tok/s 900 block tok/s, 4.6 M tokens seen | eager | "
         "wait 0.3% copy 4.0% compute 99.7% read 0.41 GB/s"
     )
+
+
+def test_an_epoch_says_what_it_trains_and_what_is_cut():
+    lengths = np.array([100, 200, 300], np.int32)
+    plain = epoch_words(lengths, num_batches=2, batch_tokens=300)
+    assert plain == "3 sequences, 600 tokens in 2 batches"
+    cut = epoch_words(lengths, num_batches=4, batch_tokens=150)
+    assert cut.startswith("3 sequences, 400 tokens in 4 batches; 2 sequences are longer than ")
+    assert "train.batch_tokens = 150" in cut
 
 
 def test_waiting_for_data_is_said_in_words():

@@ -22,7 +22,8 @@ def test_scalars_spread_lists_over_offsets():
 
 def test_records_after_the_checkpoint_and_torn_lines_are_forgotten(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3)) + '{"step": 2, "lo')
+    lines = "".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3)).encode()
+    path.write_bytes(b'\xff\n[]\n7\n{"step": "x"}\n' + lines + b'{"step": 2, "lo')
     forget_after(path, step=2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
     forget_after(tmp_path / "none.jsonl", step=2)

@@ -183,6 +183,15 @@ def test_signal_makes_a_checkpoint_and_resumes(make_run, monkeypatch, number):
     assert_same_tensors(final_tensors(stopped), final_tensors(whole))
 
 
+def test_what_an_epoch_trains_is_said_until_it_changes(make_run, capsys):
+    train_drafter(make_run(train={"max_steps": 9, "batch_tokens": 40}))
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if line.startswith("epoch ")]
+    assert len(said) == 1
+    assert said[0].startswith("epoch 0: ")
+    assert "sequences are longer than train.batch_tokens = 40: of each a window" in said[0]
+
+
 def test_a_finished_training_has_nothing_to_do(make_run):
     run = make_run(train={"max_steps": 3})
     assert train_drafter(run) == EXIT_DONE
