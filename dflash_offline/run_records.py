@@ -104,9 +104,9 @@ def newest_workers(extract_dir: Path) -> list[Record]:
 def read_drafter(drafter_dir: Path) -> DrafterRecords:
     """Reads a drafter's newest records and checkpoint."""
     lines = list(read_lines(drafter_dir / "metrics.jsonl", tail_bytes=TAIL_BYTES))
-    # Records of versions before 0.1 do not name the run's steps.
-    train = [line for line in lines if line["kind"] == "train" and "total_steps" in line]
-    validations = [line for line in lines if line["kind"] == "validation"]
+    # Records of earlier versions do not name the run's steps.
+    train = [line for line in lines if line.get("kind") == "train" and "total_steps" in line]
+    validations = [line for line in lines if line.get("kind") == "validation"]
     starts = [place for place, line in enumerate(train) if "first_report_s" in line]
     step, is_done = last_checkpoint(drafter_dir)
     return DrafterRecords(
@@ -142,7 +142,9 @@ def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[st
             for line in file:
                 # What is not a whole line is still being written, or was torn by a kill.
                 with suppress(ValueError):
-                    yield json.loads(line)
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        yield value
     except FileNotFoundError:
         return
 

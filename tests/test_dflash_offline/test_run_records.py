@@ -27,7 +27,7 @@ def write_lines(path: Path, *lines: dict[str, Any] | str) -> None:
 def test_a_torn_line_is_left_out_wherever_it_is(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     # A process was killed in the middle of a line; its successor went on behind it.
-    write_lines(path, {"a": 1}, '{"a": 2', '{"a": 3}\n', {"a": 4}, '{"a": 5')
+    write_lines(path, {"a": 1}, '{"a": 2', '{"a": 3}\n', "7\n", {"a": 4}, '{"a": 5')
     assert [line["a"] for line in read_lines(path)] == [1, 4]
     assert list(read_lines(tmp_path / "none")) == []
 
