@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from stage1_extract.plan_counts import TokenCount
     from stage2_train.architecture import DrafterArchitecture
 
-TRAIN_SHARE = 0.55
-"""Share of a GPU's published peak that a training step reaches, measured on an H200."""
+TRAIN_SHARE, FP8_TRAIN_SHARE = 0.58, 0.85
+"""Share of a GPU's published peak in half precision that a training step reaches, with its products
+in half precision and in fp8: 0.58 to 0.60, and 0.87, were measured on an H200."""
+HOPPER = ("GH200", "H200", "H100", "H800", "H20")
 BATCH_FILL = 0.95
 """Real tokens in a packed batch."""
 MASTER_BYTES = 16
@@ -83,7 +85,7 @@ def plan_training(
     if run.train.max_steps is not None:
         step_tokens = batch_tokens * (run.train.batches_per_step or num_ranks)
         num_tokens = min(num_tokens, run.train.max_steps * step_tokens)
-    speed = _flops_per_s(gpu_name, run.train.torch_threads)
+    speed = _flops_per_s(run, architecture, gpu_name)
     flops = _step_flops(run, architecture, count.mean_context_tokens)
     layer_bytes = encoded_bytes_per_token(shape.encoding, shape.hidden_size)
     return TrainingPlan(
@@ -146,13 +148,29 @@ def _step_flops(
     )
 
 
-def _flops_per_s(gpu_name: str | None, torch_threads: int) -> float | None:
+def _flops_per_s(
+    run: DrafterRun, architecture: "DrafterArchitecture", gpu_name: str | None
+) -> float | None:
     from stage1_extract.plan_rates import CPU_THREAD_FLOPS, peak_flops
 
     if gpu_name is None:
-        return CPU_THREAD_FLOPS * torch_threads
+        return CPU_THREAD_FLOPS * run.train.torch_threads
     peak = peak_flops(gpu_name, is_half=True)
-    return None if peak is None else TRAIN_SHARE * peak
+    if peak is None:
+        return None
+    return peak * (FP8_TRAIN_SHARE if _has_fp8(run, architecture, gpu_name) else TRAIN_SHARE)
+
+
+def _has_fp8(run: DrafterRun, architecture: "DrafterArchitecture", gpu_name: str) -> bool:
+    """Whether training chooses fp8 products by itself, or is told to."""
+    from stage2_train.preparation import MIN_FP8_HIDDEN_SIZE
+
+    train = run.train
+    if train.fp8 is not None:
+        return train.fp8 == "all"
+    is_measured = any(name in gpu_name for name in HOPPER)
+    is_half = train.dtype != "float32" and train.parallel == "ddp"
+    return is_measured and is_half and architecture.hidden_size >= MIN_FP8_HIDDEN_SIZE
 
 
 def _peak_memory(

@@ -57,7 +57,7 @@ def test_the_drafter_is_the_one_that_training_makes(tiny_run: RunConfig) -> None
 
 
 def test_an_8b_targets_drafter_takes_what_was_measured() -> None:
-    """23.4 GiB and 23.1 thousand tokens a second on an H200, in half precision."""
+    """23.4 GiB on an H200, and 25.3 (fp8: 36.5) thousand tokens a second."""
     target = Qwen3Config(
         hidden_size=4096,
         num_hidden_layers=36,
@@ -101,10 +101,11 @@ def test_an_8b_targets_drafter_takes_what_was_measured() -> None:
 
     plan = planned()
     assert plan.memory_bytes == pytest.approx(23.4 * 2**30, rel=0.1)
-    assert plan.tokens_per_s == pytest.approx(23_100, rel=0.15)
+    assert plan.tokens_per_s == pytest.approx(36_500, rel=0.1)
+    assert planned(fp8=False).tokens_per_s == pytest.approx(25_300, rel=0.1)
     assert plan.read_token_bytes == 5 * 4100 + 5
     four = planned(gpus_per_drafter=4, max_steps=1, epochs=9, parallel="fsdp")
-    one = planned(max_steps=1, epochs=9)
+    one = planned(max_steps=1, epochs=9, fp8=False)  # As sharded ones are.
     assert (four.tokens_per_s, four.num_tokens) == pytest.approx(
         (4 * (one.tokens_per_s or 0), 4 * one.num_tokens), rel=1e-3
     )
