@@ -49,7 +49,9 @@ def last_layers_file(target: TransformersTarget, *, num_layers: int, norm_offset
     final = _weight_of(target.decoder, "norm")
     if final is not None:
         weights["norm.weight"] = final + norm_offset
-    return save({name: as_published(weight, target) for name, weight in weights.items()})
+    kept = {name: as_published(weight, target) for name, weight in weights.items()}
+    # Layers of some targets share their weights, which a file holds once for each.
+    return save({name: weight.clone() for name, weight in kept.items()})
 
 
 def layer_weights(layer: nn.Module, *, norm_offset: float) -> dict[str, Tensor]:

@@ -43,6 +43,17 @@ def test_the_last_layers_are_the_targets_own(target_folder: Callable[..., Path],
         torch.testing.assert_close(weight.float(), own[name].detach(), rtol=0, atol=0)
 
 
+def test_layers_that_share_their_weights_are_kept_each(target_folder: Callable[..., Path]) -> None:
+    folder = target_folder("llama")
+    target = load_target(TargetConfig(model=str(folder), dtype="float32"))
+    first, second = target.decoder.layers[-2:]
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    weights = kept(target, folder, 2)
+    found = [weight for name, weight in weights.items() if name.endswith("mlp.up_proj.weight")]
+    assert len(found) == 2
+    assert torch.equal(*found)
+
+
 def test_norms_are_kept_as_they_multiply(target_folder: Callable[..., Path]) -> None:
     folder = target_folder("gemma2")
     target = load_target(TargetConfig(model=str(folder), dtype="float32"))
