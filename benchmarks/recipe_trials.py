@@ -14,11 +14,13 @@ import itertools
 import json
 import math
 import multiprocessing
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import acceptance_data
 import numpy as np
@@ -26,11 +28,9 @@ import torch
 from acceptance_data import BatchSettings, Texts, judged_batches, keep, make_batches, read_states
 from acceptance_states import resident_states
 from drafter_lanes import BatchShape, Lane, LaneSettings, walked_lengths
-from safetensors.torch import load_file
+from results import device_name, record
 from torch import Tensor
 
-from stage1_extract.config import TargetConfig
-from stage1_extract.target import resolve_target
 from stage2_train.blocks import eligible_anchors, offset_weights
 from stage2_train.collate import EncodedLayer, PackedBatch
 from stage2_train.config import DrafterConfig, DrafterRun, LossKind, OptimizerConfig, TrainConfig
@@ -39,6 +39,7 @@ from stage2_train.drafter import Drafter, initialize
 from stage2_train.fast_path import make_fast_path
 from stage2_train.optimizer import learning_rate
 from stage2_train.preparation import architecture_for
+from stage2_train.start_weights import take_start_weights
 from stage2_train.step import batch_loss
 from stage2_train.target_head import load_target_head
 from storage.reader import Snapshot, open_store
@@ -143,39 +144,6 @@ def texts_of(snapshot: Snapshot, trained: tuple[str, ...]) -> tuple[SuiteTexts, 
     """The sequences of a store, and the index of each in the snapshot."""
     found, order = acceptance_data.read_texts(snapshot, trained="trained", probe=False)
     return SuiteTexts(**vars(found), trained_kinds=trained), order
-
-
-@torch.no_grad()
-def copy_last_layers(drafter: Drafter, model: str) -> None:
-    """Begins a drafter as the target's last layers, over the last of the states that it reads.
-
-    The norms of queries and keys, which such a target lacks, get the scale that its own have.
-    """
-    folder = Path(resolve_target(TargetConfig(model=model)))
-    weights = {
-        key.removeprefix("model."): weight.float()
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, weight in load_file(path).items()
-    }
-    num_layers = 1 + max(int(key.split(".")[1]) for key in weights if key.startswith("layers."))
-    first = num_layers - len(drafter.layers)
-    hidden_size = drafter.norm.weight.shape[0]
-    for name, weight in drafter.named_parameters():
-        parts = name.split(".")
-        if parts[0] == "layers":
-            parts[1] = str(first + int(parts[1]))
-        taken = weights.get(".".join(parts))
-        if taken is not None and taken.shape == weight.shape:
-            weight.copy_(taken)
-    drafter.fc.weight[:, -hidden_size:] += torch.eye(hidden_size)
-    drafter.hidden_norm.weight.copy_(weights[f"layers.{first}.input_layernorm.weight"])
-    for number, layer in enumerate(drafter.layers):
-        # The rms of a head's queries behind a normed input, as if its channels were independent.
-        norm = weights[f"layers.{first + number}.input_layernorm.weight"]
-        for name in ("q", "k"):
-            projection = weights[f"layers.{first + number}.self_attn.{name}_proj.weight"] * norm
-            scale = projection.square().sum(dim=1).mean().sqrt()
-            getattr(layer.self_attn, f"{name}_norm").weight.fill_(float(scale))
 
 
 def judged(lane: Lane, texts: Texts, batches: Tensor, groups: list[list[int]]) -> dict[str, float]:
@@ -322,8 +290,7 @@ def run(arguments: argparse.Namespace) -> None:
         lane.record()
         first = Drafter(architecture)
         initialize(first, seed=0)
-        if recipe.is_from_target:
-            copy_last_layers(first, arguments.model)
+        take_start_weights(first, "target" if recipe.is_from_target else "fresh", store)
         lane.start({key: weight.detach() for key, weight in first.named_parameters()})
         lanes[name] = lane
         if recipe.block_size not in walks:
@@ -332,22 +299,36 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"{name} is ready")
     trained_s, total_steps, alone_ms = train(lanes, batches, arguments, device)
     say(f"{total_steps} steps in {trained_s:.1f} s")
-    for name, lane in lanes.items():
-        block_size = lane.recipe.block_size
-        found = judged(lane, texts, *walks[block_size])
-        row = {"recipe": name, "steps": total_steps, "loss": lane.loss(), "suites": found}
-        row["step_ms"] = alone_ms[name]
-        mean = float(np.mean(list(found.values())))
-        print(
-            f"{name:<22} {alone_ms[name]:5.1f} ms, loss {lane.loss():.3f}: "
-            + ", ".join(f"{suite} {length:.3f}" for suite, length in found.items())
-            + f", mean {mean:.3f}",
-            flush=True,
-        )
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
     for each in batches.values():
         each.close()
+    rows = []
+    for name, lane in lanes.items():
+        found = judged(lane, texts, *walks[lane.recipe.block_size])
+        rows.append(
+            {"recipe": name, "steps": total_steps, "suites": found, "step_ms": alone_ms[name]}
+        )
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    record(
+        "Recipes side by side",
+        figures_of(rows),
+        device=device_name(),
+        packages=("torch", "triton", "transformers"),
+        only_print=arguments.no_record,
+    )
+
+
+def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, str, str]]:
+    """The acceptance length of each recipe, over all suites alike."""
+    return {
+        f"recipe_{re.sub(r'[^a-z0-9.]+', '_', row['recipe'])}_acceptance_length": (
+            float(np.mean(list(row["suites"].values()))),
+            "tokens",
+            ", ".join(f"{suite} {length:.3f}" for suite, length in row["suites"].items())
+            + f"; {row['steps']} steps, {row['step_ms']:.1f} ms each when alone",
+        )
+        for row in rows
+    }
 
 
 def train(
@@ -400,12 +381,12 @@ def main() -> None:
     parser.add_argument("store")
     parser.add_argument("--trained", default="chat,code,math,words")
     parser.add_argument("--recipes", default=";".join(RECIPES), help="names, with ; between them")
-    parser.add_argument("--model", default="embedded:smollm2-135m-instruct", help="the target")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512, help="of 16 tokens")
     parser.add_argument("--mask-token-id", type=int, default=9)
     parser.add_argument("--budget-s", type=float, default=90.0, help="of training")
     parser.add_argument("--ready-s", type=float, default=100.0, help="recipes ready later are left")
+    parser.add_argument("--no-record", action="store_true", help="print only")
     parser.add_argument("--out", type=Path, default=Path("recipes.jsonl"))
     run(parser.parse_args())
 
