@@ -14,6 +14,7 @@ from typing import Any
 
 from dflash_offline.config import RunConfig, drafter_run, run_dir_of, store_dir_of
 from storage.errors import StoreNotFoundError
+from storage.lock import is_holder_gone
 from storage.writer import open_for_writing
 
 Record = Mapping[str, Any]
@@ -48,6 +49,8 @@ class DrafterRecords:
     step: int
     """Step of the newest checkpoint; 0 without one."""
     is_done: bool
+    is_gone: bool
+    """Whether its process ran on this machine and has ended."""
     evaluation: Record | None
     """Contents of `eval.json`."""
 
@@ -115,6 +118,7 @@ def read_drafter(drafter_dir: Path) -> DrafterRecords:
         validation=validations[-1] if validations else None,
         step=step,
         is_done=is_done,
+        is_gone=is_holder_gone(drafter_dir),
         evaluation=read_json(drafter_dir / "eval.json"),
     )
 

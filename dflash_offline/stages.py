@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +103,7 @@ def launch_extraction(config: RunConfig, *, run_file: Path, overrides: Sequence[
     ):
         exit_codes = run_jobs(jobs, places=places, show_line=progress.show_line)
     progress.print_summary(*(now - then for now, then in zip(_stored(config), before, strict=True)))
-    again = f"dflash-offline extract {run_file}"
+    again = _same_command("extract", run_file, overrides)
     exit_code = _report(exit_codes, again=again)
     num_left = len(set(units) - store.committed())
     if num_left == 0:
@@ -201,13 +202,13 @@ def launch_training(config: RunConfig, *, run_file: Path, overrides: Sequence[st
 
     primed = run_jobs(priming, places=places, show_line=show)
     if EXIT_STOPPED_EARLY in primed.values():
-        return _report(primed, again=f"dflash-offline train {run_file}")
+        return _report(primed, again=_same_command("train", run_file, overrides))
     for name, exit_code in primed.items():
         if exit_code != 0:
             # Not fatal: where it is the drafter's own fault, its training says so.
             print(f"{name}: {describe_exit(exit_code)}; each drafter compiles for itself")
     exit_codes = run_jobs(jobs, places=places, show_line=show)
-    return _report(exit_codes, again=f"dflash-offline train {run_file}")
+    return _report(exit_codes, again=_same_command("train", run_file, overrides))
 
 
 def _priming_jobs(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> list[Job]:
@@ -312,6 +313,11 @@ def run_regeneration(config: RunConfig) -> int:
     is_done = regenerate(config.target, config.data, config.regenerate, output_path=output)
     print(f"answers in {output}")
     return 0 if is_done else EXIT_STOPPED_EARLY
+
+
+def _same_command(name: str, run_file: Path, overrides: Sequence[str]) -> str:
+    """The command line that goes on with this run, settings given on it included."""
+    return shlex.join(["dflash-offline", *_command(name, run_file, overrides)])
 
 
 def _command(name: str, run_file: Path, overrides: Sequence[str]) -> list[str]:

@@ -161,6 +161,8 @@ def drafter_state(drafter: DrafterRecords) -> str:
     if not drafter.train:
         return "not started" if drafter.step == 0 else f"stopped at step {drafter.step:,}"
     newest = drafter.train[-1]
+    if drafter.is_gone:
+        return f"stopped, checkpoint at step {drafter.step:,}"
     # Log lines may lie further apart than the limit where steps are long.
     seconds_a_step = seconds_per_step(drafter.train)
     is_alive = age_s(newest) < SILENT_S + 2 * seconds_a_step * log_steps(drafter.train)

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK_FILE = ".lock"
+_HOLDER = re.compile(r"process (\d+) on (\S+)")
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -48,3 +50,24 @@ def only_process_in(folder: Path, *, work: str) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         yield
+
+
+def is_holder_gone(folder: Path) -> bool:
+    """Whether the process that held a folder's lock last was one of this machine and has ended.
+
+    Looks at the name that it left, not at the lock: whoever tried that could be in the way of a
+    process that is just starting.
+    """
+    try:
+        found = _HOLDER.match((folder / LOCK_FILE).read_text(encoding="utf-8"))
+    except OSError:
+        return False
+    if found is None or found[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

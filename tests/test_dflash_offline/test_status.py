@@ -63,7 +63,7 @@ def record(step: int, *, time_s: float, **changes: Any) -> dict[str, Any]:
 
 def drafter(*train: dict[str, Any], **changes: Any) -> DrafterRecords:
     fields = {"name": "small", "validation": None, "step": 0, "is_done": False, "evaluation": None}
-    return DrafterRecords(train=train, **(fields | changes))
+    return DrafterRecords(train=train, **({"is_gone": False} | fields | changes))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,8 @@ def test_a_drafter_that_is_done_or_waits_says_so() -> None:
     assert drafter_state(drafter(is_done=True, step=9)) == "done"
     assert drafter_state(drafter()) == "not started"
     assert drafter_state(drafter(step=9)) == "stopped at step 9"
+    newest = record(40, time_s=time.time())
+    assert drafter_state(drafter(newest, step=39, is_gone=True)) == "stopped, checkpoint at step 39"
 
 
 def test_the_lines_say_what_matters() -> None:

@@ -2,13 +2,14 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from storage.lock import LOCK_FILE, only_process_in
+from storage.lock import LOCK_FILE, is_holder_gone, only_process_in
 
 HOLDER = """
 import signal, sys
@@ -50,6 +51,17 @@ def test_a_dead_process_holds_nothing(tmp_path, holder, number):
     holder.wait()
     with only_process_in(tmp_path, work="work"):
         assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_whether_the_holder_is_gone_is_told_by_its_name(tmp_path, holder):
+    assert not is_holder_gone(tmp_path)
+    holder.kill()
+    holder.wait()
+    assert is_holder_gone(tmp_path)
+    text = f"process {holder.pid} on another-{socket.gethostname()}\n"
+    (tmp_path / LOCK_FILE).write_text(text)
+    assert not is_holder_gone(tmp_path), "nothing is known of another machine's processes"
+    assert not is_holder_gone(tmp_path / "none")
 
 
 def test_the_folder_is_made_and_free_again_afterwards(tmp_path):
