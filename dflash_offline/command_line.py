@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import click
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""As shells say it; extraction and training, once begun, end with 75 instead."""
 TRACEBACK_VARIABLE = "DFLASH_OFFLINE_TRACEBACK"
 
 
@@ -23,11 +26,22 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, OSError) as error:
             if os.environ.get(TRACEBACK_VARIABLE):
                 raise
-            message = " ".join(str(error).split())
-            click.echo(f"error: {message}", err=True)
+            click.echo(f"error: {one_line(error)}", err=True)
             sys.exit(EXIT_BAD_INPUT)
+        except KeyboardInterrupt:
+            click.echo("interrupted; what is finished stays: run the same command again", err=True)
+            sys.exit(EXIT_INTERRUPTED)
 
     return wrapped
+
+
+def one_line(error: Exception) -> str:
+    """An error's message in one line; the system's own names the file first, without numbers."""
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
+        place = error.filename if error.filename2 is None else error.filename2
+        message = f"{place}: {error.strerror}"
+    return " ".join(message.split())
 
 
 def run_file_command(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from dflash_offline.config import RunConfig, extract_run, store_dir_of
 from dflash_offline.export_states import export_store
 from dflash_offline.import_cache import ImportReport, ImportSettings, import_cache
+from dflash_offline.progress import task_progress
 from stage1_extract.failures import judge_extraction
 from storage.verify import verify_store
 from storage.writer import open_for_writing
@@ -29,15 +28,11 @@ def import_into_run(config: RunConfig, **settings: Any) -> int:
         0, or 1 when more sequences were skipped than `extract.max_failed_fraction` allows.
     """
     run = extract_run(config)
-    with Progress(transient=True) as bar:
-        task = bar.add_task("importing")
-        report = import_cache(
-            run,
-            ImportSettings(**settings),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with task_progress("importing") as progress:
+        report = import_cache(run, ImportSettings(**settings), progress=progress)
     place = store_dir_of(config)
-    verdict = verify_store(place, full=True)
+    with task_progress("checking every chunk") as progress:
+        verdict = verify_store(place, full=True, progress=progress)
     if not verdict.ok:
         raise ValueError(f"{place}: {verdict.problems[0]}; run `store repair`, then import again")
     print("\n".join(report_lines(report, place=place)), flush=True)
@@ -64,12 +59,6 @@ def report_lines(report: ImportReport, *, place: object) -> list[str]:
 
 def export_to(store_dir: str, out_dir: Path, *, layers: Sequence[str] | None) -> None:
     """Exports a store and says how many files were written."""
-    with Progress(transient=True) as bar:
-        task = bar.add_task("exporting")
-        num_written = export_store(
-            store_dir,
-            out_dir,
-            layers=layers,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with task_progress("exporting") as progress:
+        num_written = export_store(store_dir, out_dir, layers=layers, progress=progress)
     print(f"{out_dir}: {num_written:,} files written")

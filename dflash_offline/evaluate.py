@@ -100,14 +100,22 @@ def evaluate_run(
 
 
 def forget_other_evaluations(drafter_dir: Path, config: EvalConfig) -> None:
-    """Removes checkpoints' results of other settings: they cannot be compared with new ones."""
+    """Removes checkpoints' results of other settings: they cannot be compared with new ones.
+
+    One that cannot be read goes, too; it is made anew.
+    """
     for checkpoint in list_checkpoints(drafter_dir):
         path = checkpoint / EVALUATION
-        if not path.is_file():
-            continue
-        settings = json.loads(path.read_text(encoding="utf-8")).get("settings")
-        if settings != config.model_dump(mode="json"):
+        if path.is_file() and _settings_of(path) != config.model_dump(mode="json"):
             path.unlink()
+
+
+def _settings_of(evaluation_path: Path) -> Any:
+    try:
+        result = json.loads(evaluation_path.read_bytes())
+    except ValueError:
+        return None
+    return result.get("settings") if isinstance(result, dict) else None
 
 
 def evaluate_checkpoint(

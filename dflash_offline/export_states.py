@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from storage.files import replace_whole
+from storage.files import LocalFiles, replace_whole
+from storage.places import files_at, refuse_same_place
 from storage.reader import open_store
 from storage.schema import LM_HEAD_INPUT
 
@@ -30,8 +31,10 @@ def export_store(
     over, so an interrupted export goes on.
 
     Raises:
-        ValueError: A file there holds something else, such as other layers.
+        ValueError: A file there holds something else, such as other layers, or the folder is the
+            store's own.
     """
+    refuse_same_place(files_at(store_dir), LocalFiles(out_dir))
     store = open_store(store_dir)
     snapshot = store.snapshot()
     names = list(store.layers) if layers is None else list(layers)

@@ -1,16 +1,19 @@
-"""Extraction's progress: one bar over all workers, read from the metrics they write."""
+"""Progress for people: a task's, and extraction's over all workers, read from their metrics."""
 
 import json
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -69,6 +72,43 @@ def newest_line(path: Path, *, since_s: float) -> dict[str, Any] | None:
         return None
     line: dict[str, Any] = json.loads(text)
     return line if line["time_s"] >= since_s else None
+
+
+@contextmanager
+def task_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows on stderr how far a task is: a bar on a terminal, else a line now and then.
+
+    Gives a function to call with how much is done and how much there is in all.
+    """
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield plain_progress(title)
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(escape(title), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def plain_progress(
+    title: str, *, clock: Callable[[], float] = time.monotonic
+) -> Callable[[int, int], None]:
+    """Prints a line when the last one is some seconds old."""
+    start_s = printed_s = clock()
+
+    def show(num_done: int, num_all: int) -> None:
+        nonlocal printed_s
+        now_s = clock()
+        if now_s - printed_s < PLAIN_LINE_S or num_done == 0:
+            return
+        printed_s = now_s
+        left_s = (now_s - start_s) / num_done * (num_all - num_done)
+        print(
+            f"{title} {num_done / num_all:.0%} | {num_done:,} of {num_all:,} | {left_s:.0f} s left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return show
 
 
 class ExtractionProgress:

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from dflash_offline.progress import task_progress
 from storage.copy import copy_store
 from storage.derive import derive_store
 from storage.encodings import ENCODINGS, encoded_bytes_per_token
-from storage.joined import JoinedStore, join_stores
+from storage.joined import join_stores, members_of
 from storage.losses import EncodingLoss, total_losses
+from storage.places import files_at
 from storage.reader import Snapshot, Store, open_store
 from storage.repair import bury_damaged, collect_garbage
 from storage.verify import verify_store
@@ -31,9 +33,11 @@ def print_store(store_dir: str) -> None:
     store = open_store(store_dir)
     snapshot = store.snapshot()
     console = Console()
-    identity = Table("field", "value", title=f"store {store_dir}", title_justify="left")
+    print(f"store {store_dir}")
+    identity = Table("field")
+    identity.add_column("value", overflow="fold")
     for field, value in store.identity.to_json().items():
-        identity.add_row(field, value if isinstance(value, str) else json.dumps(value))
+        identity.add_row(field, escape(value if isinstance(value, str) else json.dumps(value)))
     console.print(identity)
     console.print(_layer_table(store, snapshot))
     num_tokens = int(snapshot.num_tokens.sum())
@@ -148,16 +152,25 @@ def print_states(
 
 
 def parse_range(text: str | None, *, num_tokens: int) -> range:
-    """The positions that `0:20`, `5:`, `-3:` or `7` means; None is all of them."""
+    """The positions that `0:20`, `5:`, `-3:` or `7` means; None is all of them.
+
+    Raises:
+        ValueError: It is no range, or holds no position of the sequence.
+    """
     if text is None:
         return range(num_tokens)
     first, colon, last = text.partition(":")
     try:
-        start = int(first) if first else None
-        stop = (int(last) if last else None) if colon else int(first) + 1
+        start = int(first) if first or not colon else None
+        stop = int(last) if last else None
     except ValueError as error:
         raise ValueError(f"--tokens {text}: expected a range such as 0:20") from error
-    return range(num_tokens)[slice(start, stop or None)]
+    if not colon and start is not None:
+        stop = start + 1 or None  # -1 is the last one, behind which none begins.
+    positions = range(num_tokens)[slice(start, stop)]
+    if not positions:
+        raise ValueError(f"--tokens {text}: holds none of the sequence's {num_tokens} tokens")
+    return positions
 
 
 def _values_text(values: np.ndarray, num_values: int) -> str:
@@ -180,43 +193,39 @@ def print_verification(
     store_dir: str, *, full: bool, log_path: Path | None = None, num_threads: int = 4
 ) -> int:
     """Checks a store and prints every problem; returns the exit code, 1 for a damaged store."""
-    console = Console()
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("checking")
+    _refuse_joined(store_dir)
+    with task_progress("checking") as progress:
         report = verify_store(
-            store_dir,
-            full=full,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            num_threads=num_threads,
-            log_path=log_path,
+            store_dir, full=full, progress=progress, num_threads=num_threads, log_path=log_path
         )
+    console = Console()
     for problem in report.problems[:SHOWN_PROBLEMS]:
-        console.print(f"[red]damaged[/] {problem}", highlight=False)
+        console.print(Text.assemble(("damaged", "red"), f" {problem}"), soft_wrap=True)
     if len(report.problems) > SHOWN_PROBLEMS:
-        console.print(f"... and {len(report.problems) - SHOWN_PROBLEMS} more")
+        print(f"... and {len(report.problems) - SHOWN_PROBLEMS} more")
     depth = "every chunk" if full else "commit records and file sizes (--full reads every chunk)"
     verdict = f"{len(report.problems)} problems" if report.problems else "whole"
-    console.print(f"{store_dir}: {report.num_shards} shards, {verdict}; checked {depth}")
+    print(f"{store_dir}: {report.num_shards} shards, {verdict}; checked {depth}")
     return 1 if report.problems else 0
 
 
 def repair_store(store_dir: str) -> None:
     """Checks every chunk, gives damaged shards up and says what to run next."""
-    console = Console()
-    with console.status("checking every chunk"):
-        report = verify_store(store_dir, full=True)
+    _refuse_joined(store_dir)
+    with task_progress("checking every chunk") as progress:
+        report = verify_store(store_dir, full=True, progress=progress)
     buried = bury_damaged(store_dir, report.problems)
     for unit in buried:
-        console.print(f"given up: shard {unit}")
+        print(f"given up: shard {unit}")
     if buried:
-        console.print("run `extract` again: it fills exactly these anew")
+        print("run `extract` again: it fills exactly these anew")
     elif report.problems:
         raise ValueError(
             f"{store_dir}: {len(report.problems)} problems lie outside the shards and cannot be "
             f"repaired so; the first: {report.problems[0]}"
         )
     else:
-        console.print(f"{store_dir}: whole, nothing to repair")
+        print(f"{store_dir}: whole, nothing to repair")
 
 
 def remove_garbage(store_dir: str) -> None:
@@ -230,13 +239,8 @@ def remove_garbage(store_dir: str) -> None:
 
 def print_copy(source_dir: str, target_dir: str) -> None:
     """Copies a store, shows how far it is, and says what was new."""
-    with Progress() as bar:
-        task = bar.add_task("copying")
-        report = copy_store(
-            source_dir,
-            target_dir,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with task_progress("copying") as progress:
+        report = copy_store(source_dir, target_dir, progress=progress)
     print(
         f"{target_dir}: {report.num_shards} shards, {report.num_copied} of them new "
         f"({report.num_bytes / 1e9:.3g} GB copied and read back)"
@@ -244,11 +248,9 @@ def print_copy(source_dir: str, target_dir: str) -> None:
 
 
 def _refuse_joined(store_dir: str) -> None:
-    """Raises for what is no store, and for joined stores, whose members are to be named."""
-    opened = open_store(store_dir)
-    if isinstance(opened, JoinedStore):
-        members = ", ".join(str(member.files) for member in opened.members)
-        raise ValueError(f"{store_dir} only joins others; give one of them: {members}")
+    """Raises for joined stores, whose members are to be named."""
+    if members := members_of(files_at(store_dir)):
+        raise ValueError(f"{store_dir} only joins others; give one of them: {', '.join(members)}")
 
 
 def join_into(joined_dir: str, members: Sequence[str]) -> None:
@@ -275,15 +277,9 @@ def encode_store(
         raise ValueError("--packing goes with --encoding; with --like the store named decides")
     if encoding is not None and encoding not in ENCODINGS:
         raise ValueError(f"--encoding {encoding}: expected one of {', '.join(ENCODINGS)}")
-    with Progress() as bar:
-        task = bar.add_task(f"encoding to {encoding or like}")
+    with task_progress(f"encoding to {encoding or like}") as progress:
         derive_store(
-            source_dir,
-            target_dir,
-            encoding=encoding,
-            like=like,
-            packing=packing,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            source_dir, target_dir, encoding=encoding, like=like, packing=packing, progress=progress
         )
     for place in (source_dir, target_dir):
         layers = open_store(place).layers.values()

@@ -166,20 +166,52 @@ def load_drafter(
         ValueError: the folder is no drafter, or its weights do not fit its `config.json`.
     """
     folder = Path(folder)
-    missing = [name for name in (CONFIG, MODEL) if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{folder} is no drafter: it has no {' and no '.join(missing)}")
+    config = read_config(folder)
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        weights = load_file(folder / MODEL)
-    except (json.JSONDecodeError, SafetensorError) as error:
-        raise ValueError(f"{folder} holds a damaged drafter: {error}") from error
+        architecture = DrafterArchitecture.from_config(config)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    weights = read_weights(folder)
     with torch.device("meta"):
-        drafter = Drafter(DrafterArchitecture.from_config(config))
+        drafter = Drafter(architecture)
     _check_fit(drafter.state_dict(), weights, folder)
     moved = {name: weight.to(device, dtype) for name, weight in weights.items()}
     drafter.load_state_dict(moved, assign=True)
     return drafter.eval()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads the configuration in a drafter's folder of any layout.
+
+    Raises:
+        ValueError: it is missing, or damaged.
+    """
+    _refuse_without(folder, CONFIG)
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{folder} holds a damaged drafter: {CONFIG}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder} holds a damaged drafter: {CONFIG} is no JSON object")
+    return config
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Reads the weights in a drafter's folder of any layout.
+
+    Raises:
+        ValueError: they are missing, or damaged.
+    """
+    _refuse_without(folder, MODEL)
+    try:
+        return load_file(folder / MODEL)
+    except SafetensorError as error:
+        raise ValueError(f"{folder} holds a damaged drafter: {MODEL}: {error}") from error
+
+
+def _refuse_without(folder: Path, name: str) -> None:
+    if not (folder / name).is_file():
+        raise ValueError(f"{folder} is no drafter: it has no {name}")
 
 
 def _check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Path) -> None:

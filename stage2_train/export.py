@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config
 
 from stage2_train.architecture import SLIDING, DrafterArchitecture
-from stage2_train.checkpoint import CONFIG, MODEL, load_drafter
+from stage2_train.checkpoint import CONFIG, MODEL, load_drafter, read_config, read_weights
 from stage2_train.drafter import Drafter
 
 SPECULATORS_VERSION = "0.9.0"
@@ -145,15 +145,14 @@ def load_any_drafter(
         ValueError: the folder is no drafter, or of a kind that cannot be drafted with here.
     """
     folder = Path(folder)
-    path = folder / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = read_config(folder)
     if "speculators_model_type" not in config:
         return load_drafter(folder, dtype=dtype, device=device)
     architecture = read_speculators_config(config, num_target_layers=num_target_layers)
     borrowed = (*_BORROWED, _BORROWED_NORM)
     weights = {
         name: weight.to(device, dtype)
-        for name, weight in load_file(folder / MODEL).items()
+        for name, weight in read_weights(folder).items()
         if name not in borrowed
     }
     with torch.device("meta"):

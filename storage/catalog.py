@@ -13,11 +13,10 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, UInt8, UInt64
 
 from storage import layout
-from storage.commits import CommitRecord, committed_units
+from storage.commits import CommitRecord, committed_units, read_commit_values
 from storage.errors import DamagedShardError, StoreWriteError
 from storage.files import Files
 from storage.plan import complete_generations
-from storage.records import read_record
 from storage.schema import UnitId, hash_id, held_out_mask
 
 FOLD_COMMITS = 256
@@ -184,7 +183,7 @@ def _is_worth_folding(files: Files, catalog: Catalog, *, num_folded: int) -> boo
 
 def _read_shards(files: Files, units: Sequence[UnitId]) -> list[Catalog]:
     def read(unit: UnitId) -> Catalog:
-        return _one_shard(read_record(files, layout.commit(unit)))
+        return _one_shard(read_commit_values(files, unit))
 
     if len(units) < 2 * _PARALLEL_READS:
         return [read(unit) for unit in units]

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from storage import layout
-from storage.errors import StoreError
+from storage.errors import DamagedShardError, StoreError
 from storage.files import Files
 from storage.losses import EncodingLoss
 from storage.records import read_record
@@ -181,7 +181,19 @@ class CommitRecord(LayersRecord):
 
 def read_commit(files: Files, unit: UnitId) -> CommitRecord:
     """The commit of a unit; FileNotFoundError if it has none."""
-    return CommitRecord.from_json(read_record(files, layout.commit(unit)))
+    return CommitRecord.from_json(read_commit_values(files, unit))
+
+
+def read_commit_values(files: Files, unit: UnitId) -> dict[str, Any]:
+    """The commit record of a unit as it is written; FileNotFoundError if there is none."""
+    path = layout.commit(unit)
+    try:
+        return read_record(files, path)
+    except DamagedShardError as error:
+        raise DamagedShardError(
+            f"{files}/{path} is damaged (its checksum does not match); restore this file from a"
+            " copy, or give its shard up with `store repair`"
+        ) from error
 
 
 def read_added(files: Files, unit: UnitId) -> list[AddedLayers]:

@@ -67,13 +67,24 @@ def _open_members(
 ) -> "JoinedStore":
     if not names:
         raise StoreError(f"{files}: no stores to join; name one at least")
-    root = files.root if isinstance(files, LocalFiles) else Path()
-    places = [name if "://" in name else os.path.normpath(root / name) for name in names]
-    members = [open_member(place) for place in places]
+    members = [open_member(place) for place in _places(files, names)]
     for member in members[1:]:
         found = member.identity.to_json()
         check_same_identity(found, members[0].identity, place=member.files)
     return JoinedStore(files, members)
+
+
+def members_of(files: Files) -> list[str]:
+    """Where the members of a joined store lie; nothing where there is no joined store."""
+    try:
+        return _places(files, read_record(files, layout.JOINED)["members"])
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _places(files: Files, names: Sequence[str]) -> list[str]:
+    root = files.root if isinstance(files, LocalFiles) else Path()
+    return [name if "://" in name else os.path.normpath(root / name) for name in names]
 
 
 def _name_of(files: Files, member: str | Path) -> str:

@@ -23,13 +23,14 @@ def files_at(place: str | Path) -> Files:
 
 
 def refuse_same_place(source: Files, target: Files) -> None:
-    """Raises StoreError where a store would be written onto itself."""
+    """Raises StoreError where a store would be written onto itself, or into its own folder."""
     if isinstance(source, LocalFiles) and isinstance(target, LocalFiles):
-        is_same = source.root.resolve() == target.root.resolve()
+        names = [f"{files.root.resolve()}/" for files in (source, target)]
     else:
-        is_same = repr(source).rstrip("/") == repr(target).rstrip("/")
-    if is_same:
-        raise StoreError(f"{target} is the source itself; name another place to write to")
+        names = [f"{files!r}".rstrip("/") + "/" for files in (source, target)]
+    if names[1].startswith(names[0]):
+        where = "is the source itself" if names[0] == names[1] else "lies inside the source"
+        raise StoreError(f"{target} {where}; name another place to write to")
 
 
 def _folder_of(url: str) -> Path:

@@ -39,9 +39,12 @@ def read_generation(files: Files, number: int) -> dict[UnitId, list[str]]:
     try:
         ids = files.read(path).decode().split("\n")[:-1]
     except (FileNotFoundError, UnicodeDecodeError) as error:
-        raise DamagedShardError(f"{files}/{path} is missing or damaged: {error}") from error
+        what = "is missing" if isinstance(error, FileNotFoundError) else "is damaged"
+        raise DamagedShardError(f"{files}/{path} {what}; restore it from a copy") from error
     if ids_digest(ids) != plan["ids_sha256"]:
-        raise DamagedShardError(f"{files}/{path} is damaged: its digest does not match")
+        raise DamagedShardError(
+            f"{files}/{path} is damaged (its digest does not match); restore it from a copy"
+        )
     units: dict[UnitId, list[str]] = {}
     for sequence_id in ids:
         index = unit_index(sequence_id, generation=number, num_units=plan["num_units"])

@@ -20,10 +20,10 @@ from storage.commits import (
     tombstoned_units,
 )
 from storage.errors import DamagedShardError, StoreError
-from storage.files import Files
+from storage.files import Files, LocalFiles
 from storage.head import check_head_file, head_files
 from storage.identity import read_identity, read_layers
-from storage.places import files_at
+from storage.places import files_at, refuse_same_place
 from storage.plan import read_generation
 from storage.records import read_record
 from storage.schema import CHUNK_TOKENS, UnitId
@@ -64,6 +64,9 @@ def verify_store(
             goes on where the file ends; what was added since is checked, too. None keeps no log.
     """
     files = files_at(store_dir)
+    read_identity(files)  # Before anything is written: raises where there is no store.
+    if log_path is not None:
+        refuse_same_place(files, LocalFiles(log_path))
     log = None if log_path is None else VerifyLog(log_path, full=full)
     units = sorted(committed_units(files) - tombstoned_units(files))
     report = VerifyReport(problems=list(_check_records(files)))
@@ -98,7 +101,6 @@ def _name_of_state(files: Files, unit: UnitId) -> str:
 
 def _check_records(files: Files) -> Iterator[Problem]:
     """Problems of the files that concern the whole store."""
-    read_identity(files)
     folders = (layout.LAYERS, layout.PENDING_LAYERS, layout.TOMBSTONES, layout.ORIGINS)
     for folder in folders:
         for path in _record_paths(files, folder):

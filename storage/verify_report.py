@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from storage.errors import explain_os_errors
+from storage.errors import StoreError, explain_os_errors
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class VerifyReport:
         return not self.problems
 
 
+_FIRST_BYTES = '{"name": '
+"""Of every line of a log."""
+
+
 class VerifyLog:
     """Reports of shards that were checked, a JSON line each, in a file beside the store.
 
@@ -60,7 +64,10 @@ class VerifyLog:
 
     def _read(self) -> dict[str, VerifyReport]:
         reports = {}
-        text = self._path.read_text(encoding="utf-8")
+        text = self._path.read_text(encoding="utf-8", errors="replace")
+        begin = text.lstrip()[: len(_FIRST_BYTES)]
+        if not _FIRST_BYTES.startswith(begin):
+            raise StoreError(f"{self._path} is no log of a check; name a new file")
         if not text.endswith("\n"):
             self._append("\n")
         for line in text.splitlines():

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dflash_offline import evaluate as evaluate_module
 from dflash_offline.config import drafter_run
-from dflash_offline.evaluate import evaluate, is_training_done
+from dflash_offline.evaluate import evaluate, forget_other_evaluations, is_training_done
 from stage2_train.checkpoint import best_checkpoint, latest_checkpoint, list_checkpoints
 from stage2_train.export import export_official
 
@@ -67,6 +67,15 @@ def test_the_best_checkpoint_is_the_one_decoded_best(run):
     (first / "evaluation.json").write_text(json.dumps({"acceptance_length": 3.5, "suites": {}}))
     evaluate(run, drafter_names=("small",), folder=None, watch=False)
     assert best_checkpoint(drafter_dir) != first, "an evaluation of other settings was believed"
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", bytes(range(128, 256))])
+def test_an_evaluation_that_cannot_be_read_is_made_again(run, damaged):
+    drafter_dir = drafter_run(run, "small").drafter_dir
+    path = list_checkpoints(drafter_dir)[0] / "evaluation.json"
+    path.write_bytes(damaged)
+    forget_other_evaluations(drafter_dir, run.eval)
+    assert not path.exists()
 
 
 def test_watching_ends_with_training_and_evaluates_what_is_there(run):

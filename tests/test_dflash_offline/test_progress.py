@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from dflash_offline.progress import ExtractionProgress, newest_line, total
+import pytest
+
+from dflash_offline.progress import ExtractionProgress, newest_line, plain_progress, total
 
 
 def metrics(*, time_s: float, num_sequences: int = 1, skipped: dict[str, int] | None = None) -> str:
@@ -50,3 +52,18 @@ def test_progress_sees_what_workers_write_after_it_began(tmp_path: Path) -> None
     with ExtractionProgress(run_dir=tmp_path, num_workers=2, num_sequences=9) as progress:
         (folder / "worker-00001.metrics.jsonl").write_text(metrics(time_s=9e12, num_sequences=4))
     assert progress.totals().num_sequences == 4
+
+
+def test_a_task_without_a_terminal_says_now_and_then_how_far_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times = iter([0.0, 1.0, 30.0, 31.0, 60.0])
+    show = plain_progress("copying", clock=lambda: next(times))
+    for num_done in (10, 50, 60, 80):
+        show(num_done, 100)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "copying 50% | 50 of 100 | 30 s left",
+        "copying 80% | 80 of 100 | 15 s left",
+    ]

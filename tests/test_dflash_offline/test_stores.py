@@ -136,8 +136,39 @@ def test_token_ranges(text: str | None, expected: range) -> None:
     assert parse_range(text, num_tokens=10) == expected
 
 
+@pytest.mark.parametrize("text", ["0:0", ":0", "5:2", "10", "-11", "10:"])
+def test_ranges_without_tokens_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="holds none of the sequence's 10 tokens"):
+        parse_range(text, num_tokens=10)
+
+
+def test_a_joined_store_names_its_members(run: Run, store_dir: Path, tmp_path: Path) -> None:
+    run("join", tmp_path / "joined", store_dir)
+    for command in ("verify", "repair", "gc"):
+        result = run(command, tmp_path / "joined", exit_code=2)
+        assert f"only joins others; give one of them: {store_dir}" in result.stderr
+        assert result.output.count("\n") == 1
+
+
+def test_brackets_in_a_path_are_no_markup(run: Run, store_dir: Path, tmp_path: Path) -> None:
+    place = store_dir.rename(tmp_path / "run[1] [red]")
+    assert f"store {place}" in run("info", place).output
+    assert f"{place}: 3 shards, whole" in run("verify", place).output
+    next(place.glob("shards/*/*/tokens.bin")).write_bytes(b"")
+    assert str(place) in run("verify", place, exit_code=1).output
+
+
 def test_bad_input_is_one_line(run: Run, store_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no log")
     for arguments, expected in {
+        ("cat", store_dir, "s3", "--tokens", "0:0"): "holds none of the sequence's",
+        ("copy", store_dir, store_dir / "copy"): "lies inside the source",
+        ("encode", store_dir, store_dir / "b", "--encoding", "fp8"): "lies inside the source",
+        ("export", store_dir, store_dir): "is the source itself",
+        ("verify", tmp_path / "file"): "there is no store at",
+        ("repair", tmp_path / "file"): "there is no store at",
+        ("verify", store_dir, "--log", store_dir / "log"): "lies inside the source",
+        ("verify", store_dir, "--log", tmp_path / "file"): "is no log of a check",
         ("cat", store_dir, "s3", "--tokens", "x"): "--tokens x: expected a range such as 0:20",
         ("cat", store_dir, "s3", "--layers", "7"): "has no layer 7; it has 1, 9, lm_head_input",
         ("cat", store_dir, "s99"): "holds no committed sequence 's99'",

@@ -1,6 +1,5 @@
 """Checkpoints are whole or passed over; the last good one is found whatever happened to others."""
 
-import json
 import shutil
 
 import pytest
@@ -25,6 +24,7 @@ from stage2_train.checkpoint import (
     save_checkpoint,
 )
 from stage2_train.drafter import Drafter
+from stage2_train.export import load_any_drafter
 
 FILES = (CONFIG, MODEL, OPTIMIZER, STATE)
 
@@ -170,6 +170,21 @@ def test_what_is_no_drafter_is_refused(tmp_path, save):
     (folder / MODEL).write_bytes(b"torn")
     with pytest.raises(ValueError, match="damaged"):
         load_drafter(folder)
-    (folder / CONFIG).write_text(json.dumps({"hidden_size": 3}))
-    with pytest.raises(ValueError):  # noqa: PT011
-        load_drafter(folder)
+
+
+@pytest.mark.parametrize("load", [load_drafter, load_any_drafter])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (b"", "damaged drafter"),
+        (b"\xff", "damaged drafter"),
+        (b"[]", "damaged drafter: config.json is no JSON object"),
+        (b'{"hidden_size": 3}', r"config.json: the drafter's config has no 'num_hidden_layers'"),
+    ],
+)
+def test_a_folder_with_a_bad_config_is_named(save, load, config, message):
+    folder = save(1)
+    (folder / CONFIG).write_bytes(config)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)

@@ -64,7 +64,7 @@ def test_a_complete_catalog_saves_reading_commits(
     fold(files, read_catalog(files))
     assert newest_catalog(files)[1] == 1
     monkeypatch.setattr(catalog_module, "committed_units", None)
-    monkeypatch.setattr(catalog_module, "read_record", None)
+    monkeypatch.setattr(catalog_module, "read_commit_values", None)
     assert open_store(filled_dir).snapshot().num_sequences == 12
 
 
