@@ -1,12 +1,12 @@
-"""Prompts that a chat target writes itself, and its greedy answers to them.
+"""Prompts that a chat target writes itself: as many as one likes, of the kinds it was trained on.
 
-    python benchmarks/own_prompts.py OUT_DIR [--model ...] [--prompts-s 30] [--answers-s 70]
+    python benchmarks/own_prompts.py FOLDER [--model MODEL] [--seconds 30]
+    dflash-offline regenerate RUN.toml     (regenerate.prompts = FOLDER)
 
 A target that learned from whole conversations also writes their first half: given the template up
 to where the user speaks, and a word or two to begin with, it goes on with a prompt of the kind that
 it was trained on. Beginnings lead to small talk, word problems and code. No prompt that shares 40
-characters with an evaluated one is kept, none twice. Answers are kept as arrays, a file for each
-kind (`kind`, `prompt_ids`, ...); `quality_run.py answers` makes conversations of them.
+characters with an evaluated one is kept, none twice.
 """
 
 import argparse
@@ -14,17 +14,16 @@ import inspect
 import itertools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from quality_run import kept
+from quality_run import kept, write_prompt_lines
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dflash_offline.suites import PUBLIC_SUITES, public_turns
-from stage1_extract import replayed_slots
 from stage1_extract.config import TargetConfig
 from stage1_extract.rendering import render
 from stage1_extract.replayed_slots import ReplayedSlots
@@ -69,10 +68,12 @@ _CODE_HEADS = (
     "Complete this function:\n```python\ndef {verb}_",
     "Finish the function:\n```python\n\ndef {verb}_",
 )
+Request = tuple[str, str]
+"""Kind of a prompt, and its text or first words."""
 _MIN_PROBABILITY_OF_LARGEST = 0.05
 _MAX_PROMPT_TOKENS = 160
-_MAX_ANSWER_TOKENS = 256
-_ANSWERED_PROMPT_TOKENS = 320
+_FILL_SHARE = 8
+"""Slots are filled again when one in so many is free."""
 
 
 def beginnings(seed: int) -> Iterator[tuple[str, str]]:
@@ -99,44 +100,25 @@ def likely_tokens(
     scaled = logits.float() / temperature
     floor = scaled.amax(dim=-1, keepdim=True) + float(np.log(_MIN_PROBABILITY_OF_LARGEST))
     noise = -torch.log(-torch.log(torch.rand_like(scaled).clamp(1e-9, 1 - 1e-7)))
-    return torch.where(scaled >= floor, scaled + noise, float("-inf")).argmax(dim=-1)
+    drawn: Tensor = torch.where(scaled >= floor, scaled + noise, float("-inf")).argmax(dim=-1)
+    return drawn
 
 
 def written(
-    target: TransformersTarget,
-    prompts: Iterator[tuple[object, list[int]]],
-    *,
-    num_slots: int,
-    max_new_tokens: int,
-    stop_ids: frozenset[int],
-    temperature: float,
-    budget_s: float,
-) -> list[tuple[object, list[int]]]:
-    """What the target writes to prompts within a time, as (request, tokens) in order of ending."""
-    slots = ReplayedSlots(
-        target.model,
-        num_slots=num_slots,
-        max_new_tokens=max_new_tokens,
-        stop_ids=stop_ids,
-        temperature=temperature,
-    )
-    found: list[tuple[object, list[int]]] = []
-    start_s, is_over = time.time(), False
-    while True:
-        if slots.num_free * 8 >= slots.num_slots and not is_over:
-            batch = list(itertools.islice(prompts, slots.num_free))
-            is_over = len(batch) < slots.num_free
-            slots.start(batch)
+    slots: ReplayedSlots, prompts: Iterator[tuple[Request, list[int]]], *, budget_s: float
+) -> list[tuple[Request, list[int]]]:
+    """What the target writes to endless prompts within a time, in order of ending.
+
+    What is half written by then is dropped.
+    """
+    found: list[tuple[Request, list[int]]] = []
+    start_s = time.time()
+    while time.time() - start_s < budget_s:
+        if slots.num_free * _FILL_SHARE >= slots.num_slots:
+            slots.start(list(itertools.islice(prompts, slots.num_free)))
         found += slots.step()
-        elapsed_s = time.time() - start_s
-        if elapsed_s > budget_s or slots.num_running == 0:
-            break
-    num_tokens = sum(len(tokens) for _, tokens in found)
-    print(
-        f"{len(found)} written, {num_tokens:,} tokens, {num_tokens / elapsed_s:,.0f} tok/s in "
-        f"{elapsed_s:.1f} s",
-        flush=True,
-    )
+    num_tokens, elapsed_s = sum(len(tokens) for _, tokens in found), time.time() - start_s
+    print(f"{len(found)} written, {num_tokens:,} tokens, {num_tokens / elapsed_s:,.0f} tok/s")
     return found
 
 
@@ -158,116 +140,63 @@ def own_prompts(
 ) -> list[tuple[str, str]]:
     """(kind, prompt) of the prompts that the target writes within a time, mixed."""
     tokenizer = target.tokenizer
-    marked: str = tokenizer.decode(
-        render([{"role": "user", "content": "@@"}], tokenizer, {}, add_generation_prompt=True)
-    )
-    head = marked[: marked.index("@@")]
+    head, _ = around_prompt(tokenizer)
 
-    def starts() -> Iterator[tuple[object, list[int]]]:
+    def starts() -> Iterator[tuple[Request, list[int]]]:
         for kind, words in beginnings(seed):
             yield (kind, words), tokenizer.encode(head + words, add_special_tokens=False)
 
-    plain = replayed_slots.next_tokens
-    replayed_slots.next_tokens = likely_tokens
-    try:
-        found = written(
-            target,
-            starts(),
-            num_slots=num_slots,
-            max_new_tokens=_MAX_PROMPT_TOKENS,
-            stop_ids=stop_ids,
-            temperature=1.0,
-            budget_s=budget_s,
-        )
-    finally:
-        replayed_slots.next_tokens = plain
+    slots = ReplayedSlots(
+        target.model,
+        num_slots=num_slots,
+        max_new_tokens=_MAX_PROMPT_TOKENS,
+        stop_ids=stop_ids,
+        temperature=1.0,
+        choose=likely_tokens,
+    )
+    found = written(slots, starts(), budget_s=budget_s)
     complete = [(request, tokens) for request, tokens in found if tokens[-1] in stop_ids]
     texts = tokenizer.batch_decode([tokens[:-1] for _, tokens in complete])
-    prompts = {}
-    for (request, _), text in zip(complete, texts, strict=True):
-        kind, words = request  # type: ignore[misc]
+    prompts: dict[str, str] = {}
+    for ((kind, words), _), text in zip(complete, texts, strict=True):
         prompts.setdefault((words + text).strip(), kind)
     return [(prompts[text], text) for text in kept(prompts, evaluated, limit=10**9)]
 
 
-def write_arrays(path: Path, kind: str, pairs: Sequence[tuple[list[int], list[int]]]) -> None:
-    """Writes prompts and answers of one kind; tokens fit 16 bits or are refused by numpy."""
-    prompts, answers = zip(*pairs, strict=True)
-    np.savez_compressed(
-        path,
-        kind=np.array([kind] * len(pairs)),
-        prompt_lengths=np.array([len(each) for each in prompts]),
-        answer_lengths=np.array([len(each) for each in answers]),
-        prompt_ids=np.concatenate([np.array(each, np.uint16) for each in prompts]),
-        answer_ids=np.concatenate([np.array(each, np.uint16) for each in answers]),
-    )
-    print(f"{path.name}: {len(pairs)} answers, {path.stat().st_size / 1e6:.1f} MB", flush=True)
-
-
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Prompts in the chat template, many at once."""
+def around_prompt(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """What the chat template puts before and behind a first message."""
     marked: str = tokenizer.decode(
         render([{"role": "user", "content": "@@"}], tokenizer, {}, add_generation_prompt=True)
     )
     head, tail = marked.split("@@")
-    texts = [head + each + tail for each in prompts]
-    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return encoded
+    return head, tail
 
 
 def main() -> None:
-    """Writes prompts, then answers."""
+    """Writes the prompts, one file for each kind; ids are `own_<kind>-<number>`."""
     parser = argparse.ArgumentParser(description=inspect.getdoc(inspect.getmodule(main)))
-    parser.add_argument("out", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="embedded:smollm2-135m-instruct")
-    parser.add_argument("--slots", type=int, default=1536)
+    parser.add_argument("--slots", type=int, default=1536, help="prompts written at once")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts-s", type=float, default=30.0)
-    parser.add_argument("--answers-s", type=float, default=70.0)
+    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--evaluated", type=Path, help="text of the suites; else they are fetched")
     arguments = parser.parse_args()
     evaluated = arguments.evaluated.read_text() if arguments.evaluated else evaluated_text()
     config = TargetConfig(model=arguments.model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target(config, device=device)
-    stop_ids = frozenset(stop_token_ids(resolve_target(config), target.config))
-    start_s = time.time()
+    target = load_target(config, device="cuda" if torch.cuda.is_available() else "cpu")
     prompts = own_prompts(
         target,
         evaluated,
-        stop_ids=stop_ids,
+        stop_ids=frozenset(stop_token_ids(resolve_target(config), target.config)),
         num_slots=arguments.slots,
-        budget_s=arguments.prompts_s,
+        budget_s=arguments.seconds,
         seed=arguments.seed,
     )
-    counts = {kind: sum(k == kind for k, _ in prompts) for kind in ("words", "chat", "code")}
-    print(f"{len(prompts)} prompts {counts} after {time.time() - start_s:.1f} s", flush=True)
-    tokens = prompt_tokens(target.tokenizer, [text for _, text in prompts])
-    asked = [
-        ((kind, ids), ids)
-        for (kind, _), ids in zip(prompts, tokens, strict=True)
-        if len(ids) <= _ANSWERED_PROMPT_TOKENS
-    ]
-    # The first ones are long, so that room is made once.
-    asked.sort(key=lambda each: -len(each[1]))
-    asked = asked[: arguments.slots // 4] + random.Random(0).sample(
-        asked[arguments.slots // 4 :], max(0, len(asked) - arguments.slots // 4)
-    )
-    answers = written(
-        target,
-        iter(asked),
-        num_slots=arguments.slots,
-        max_new_tokens=_MAX_ANSWER_TOKENS,
-        stop_ids=stop_ids,
-        temperature=0.0,
-        budget_s=arguments.answers_s,
-    )
-    by_kind: dict[str, list[tuple[list[int], list[int]]]] = {}
-    for (kind, ids), answer in answers:  # type: ignore[misc]
-        by_kind.setdefault(kind, []).append((ids, answer))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for kind, pairs in sorted(by_kind.items()):
-        write_arrays(arguments.out / f"own-{kind}.npz", f"own_{kind}", pairs)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for kind in sorted({kind for kind, _ in prompts}):
+        texts = [text for each, text in prompts if each == kind]
+        write_prompt_lines(arguments.folder, f"own_{kind}", texts)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import statistics
 import sysconfig
 import tomllib
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -180,11 +180,15 @@ def write_prompts(folder: Path, *, sharegpt: Path | None, num_code: int, num_wor
     if sharegpt is not None:
         sources["chat"] = (chat_prompts(sharegpt), 10**9)
     for kind, (prompts, limit) in sources.items():
-        found = kept(prompts, evaluated, limit=limit)
-        with (folder / f"{kind}.jsonl").open("w", encoding="utf-8") as lines:
-            for number, prompt in enumerate(found):
-                lines.write(json.dumps({"id": f"{kind}-{number:05d}", "prompt": prompt}) + "\n")
-        print(f"{kind}: {len(found)} prompts, {sum(map(len, found)) / 1e6:.2f} MB")
+        write_prompt_lines(folder, kind, kept(prompts, evaluated, limit=limit))
+
+
+def write_prompt_lines(folder: Path, kind: str, prompts: Sequence[str]) -> None:
+    """Writes one file of prompts of one kind."""
+    with (folder / f"{kind}.jsonl").open("w", encoding="utf-8") as lines:
+        for number, prompt in enumerate(prompts):
+            lines.write(json.dumps({"id": f"{kind}-{number:05d}", "prompt": prompt}) + "\n")
+    print(f"{kind}: {len(prompts)} prompts, {sum(map(len, prompts)) / 1e6:.2f} MB")
 
 
 # --- kept answers -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ raises `DecodeUnsupportedError`: for it there are the plain slots.
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,10 @@ _READ_TOKENS = 65_536
 _PROVEN_PROMPTS = 4
 _MAX_RELATIVE_ERROR = 0.05
 """Of the first logits against the plain pass: rounding of bf16 stays far below it."""
+
+
+ChooseTokens = Callable[..., Tensor]
+"""Gives each row's next token as `slots.next_tokens` does; it may not wait for the device."""
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types there
@@ -71,6 +75,7 @@ class ReplayedSlots:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        choose: ChooseTokens = next_tokens,
     ):
         self.num_slots = num_slots
         self._model = model
@@ -78,6 +83,7 @@ class ReplayedSlots:
         self._max_new_tokens = max_new_tokens
         self._stop_ids = stop_ids
         self._temperature, self._top_p, self._seed = temperature, top_p, seed
+        self._choose = choose
         parameters = inspect.signature(model.forward).parameters
         # The argument has another name in newer versions of transformers.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -287,7 +293,7 @@ class ReplayedSlots:
         last = self._written.shape[1] - 1
         column = self._num_written.clamp(max=last)[:, None]
         uniforms = self._uniforms.gather(1, column)[:, 0] if self._temperature > 0.0 else None
-        tokens = next_tokens(
+        tokens = self._choose(
             logits, temperature=self._temperature, top_p=self._top_p, uniforms=uniforms
         )
         self._token_ids.copy_(tokens)
