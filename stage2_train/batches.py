@@ -40,17 +40,17 @@ def draw_window(
     sequence_index: int,
     num_tokens: int,
     *,
-    batch_tokens: int,
+    window_tokens: int,
     seed: int,
     epoch: int,
     sequence_id: Callable[[int], str],
 ) -> Window:
-    """Gives the part of a sequence that this epoch trains: all of it where it fits the budget."""
-    if num_tokens <= batch_tokens:
+    """Gives the part of a sequence that this epoch trains: all of it where it is no longer."""
+    if num_tokens <= window_tokens:
         return Window(sequence_index=sequence_index, start=0, stop=num_tokens)
     generator = random_generator("window", seed, epoch, sequence_id(sequence_index))
-    start = int(generator.integers(0, num_tokens - batch_tokens + 1))
-    return Window(sequence_index=sequence_index, start=start, stop=start + batch_tokens)
+    start = int(generator.integers(0, num_tokens - window_tokens + 1))
+    return Window(sequence_index=sequence_index, start=start, stop=start + window_tokens)
 
 
 def pack(

@@ -32,6 +32,7 @@ TIMELESS = (
     "epochs",
     "max_steps",
     "data_fraction",
+    "window_tokens",
     "read_ahead_bytes",
     "read_threads",
     "read_processes",

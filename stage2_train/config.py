@@ -88,6 +88,9 @@ class TrainConfig(Settings):
     every seed, and part of any larger share."""
     batch_tokens: int = Field(default=4096, ge=2)
     """Token budget of one packed batch; its shape never changes."""
+    window_tokens: int | None = Field(default=None, ge=2)
+    """Tokens of a sequence that are trained at a time: of a longer one a window, drawn anew each
+    epoch. None takes whole sequences as far as `batch_tokens` holds them."""
     num_anchors: int = Field(default=512, ge=1)
     """Blocks trained in one batch, shared out over its sequences."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -147,6 +150,15 @@ class TrainConfig(Settings):
     """Steps between two log lines."""
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
+
+    @model_validator(mode="after")
+    def _a_window_fits_a_batch(self) -> "TrainConfig":
+        if self.window_tokens is not None and self.window_tokens > self.batch_tokens:
+            raise ValueError(
+                f"window_tokens {self.window_tokens} is more than the batch_tokens "
+                f"{self.batch_tokens} that a window has to fit into"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fp8_goes_with_bfloat16(self) -> "TrainConfig":

@@ -47,6 +47,8 @@ class BatchMaker:
 
     layer_names: tuple[str, ...]
     batch_tokens: int
+    window_tokens: int
+    """Tokens of one sequence at most."""
     num_anchors: int
     weight_of_offset: Float32[np.ndarray, "block_size"]
     mask_token_id: int
@@ -182,6 +184,7 @@ def make_batch_maker(
         if train.loss.kind == "cross_entropy"
         else (*layer_names, LM_HEAD_INPUT),
         batch_tokens=train.batch_tokens,
+        window_tokens=train.window_tokens or train.batch_tokens,
         num_anchors=train.num_anchors,
         weight_of_offset=offset_weights(
             architecture.block_size,
@@ -239,14 +242,28 @@ def choose_processes(maker: BatchMaker, num_tokens: Integer[np.ndarray, "sequenc
     """
     if maker.device.type != "cuda" or len(num_tokens) == 0:
         return 0
-    is_many = maker.batch_tokens > MANY_SEQUENCES * num_tokens.mean()
+    is_many = maker.batch_tokens > MANY_SEQUENCES * num_tokens.clip(max=maker.window_tokens).mean()
     return NUM_PROCESSES if is_many else 0
 
 
 def plan_epoch(
-    snapshot: Snapshot, *, seed: int, epoch: int, batch_tokens: int, data_fraction: float = 1.0
+    snapshot: Snapshot,
+    *,
+    seed: int,
+    epoch: int,
+    batch_tokens: int,
+    window_tokens: int | None = None,
+    data_fraction: float = 1.0,
 ) -> PackedEpoch:
     """Gives the batches of an epoch: every sequence that is trained in one of them exactly.
+
+    Args:
+        snapshot: the sequences.
+        seed: of the order and of windows.
+        epoch: which one.
+        batch_tokens: token budget of a batch.
+        window_tokens: tokens of a sequence at most; None takes all that the budget holds.
+        data_fraction: share of the sequences that is trained.
 
     Raises:
         ValueError: the snapshot has nothing to train on.
@@ -261,18 +278,20 @@ def plan_epoch(
             "look at a loss mask with `store info --sequence ID`"
         )
     order = epoch_order(snapshot, seed=seed, epoch=epoch, include=include)
+    window = batch_tokens if window_tokens is None else window_tokens
 
     def draw(index: int) -> Window:
         return draw_window(
             index,
             int(snapshot.num_tokens[index]),
-            batch_tokens=batch_tokens,
+            window_tokens=window,
             seed=seed,
             epoch=epoch,
             sequence_id=snapshot.sequence_id,
         )
 
-    return pack_epoch(order, snapshot.num_tokens[order], batch_tokens=batch_tokens, draw=draw)
+    lengths = np.minimum(snapshot.num_tokens[order], window)
+    return pack_epoch(order, lengths, batch_tokens=batch_tokens, draw=draw)
 
 
 def trainable(snapshot: Snapshot) -> Bool[np.ndarray, "sequences"]:

@@ -113,18 +113,25 @@ def validation_line(step: int, validation: Mapping[str, Any]) -> str:
 
 
 def epoch_words(
-    lengths: Int[np.ndarray, "sequences"], *, num_batches: int, batch_tokens: int
+    lengths: Int[np.ndarray, "sequences"],
+    *,
+    num_batches: int,
+    batch_tokens: int,
+    window_tokens: int | None = None,
 ) -> str:
     """Gives what an epoch trains, and whether some sequences are too long to be trained whole."""
-    num_tokens = int(np.minimum(lengths, batch_tokens).sum())
+    setting, window = "batch_tokens", batch_tokens
+    if window_tokens is not None:
+        setting, window = "window_tokens", window_tokens
+    num_tokens = int(np.minimum(lengths, window).sum())
     words = (
         f"{len(lengths):,} sequences, {count_words(num_tokens)} tokens in {num_batches:,} batches"
     )
-    num_long = int((lengths > batch_tokens).sum())
+    num_long = int((lengths > window).sum())
     if num_long:
         words += (
-            f"; {num_long:,} sequences are longer than train.batch_tokens = {batch_tokens:,}: of "
-            "each a window of so many tokens is trained, another one each epoch"
+            f"; {num_long:,} sequences are longer than train.{setting} = {window:,}: of each a "
+            "window of so many tokens is trained, another one each epoch"
         )
     return words
 

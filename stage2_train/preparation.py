@@ -35,7 +35,7 @@ from storage.reader import Store
 from storage.schema import LM_HEAD_INPUT
 
 # Settings that say what a position means: a run with others cannot go on from a checkpoint.
-POSITION_SETTINGS = ("seed", "batch_tokens", "data_fraction")
+POSITION_SETTINGS = ("seed", "batch_tokens", "window_tokens", "data_fraction")
 # Those that change what is learned from here on, but not what a position means.
 LEARNING_SETTINGS = ("epochs", "max_steps", "num_anchors", "dtype", "fp8", "loss", "optimizer")
 # Hidden size from which fp8 products are faster all in all; between 576, where they are slower, and
@@ -215,11 +215,13 @@ def architecture_for(run: DrafterRun, store: Store, head: TargetHead) -> Drafter
             f"which the store lacks the layer {LM_HEAD_INPUT}: extract with "
             'store.lm_head_input = true, or set train.loss.kind = "cross_entropy"'
         )
-    if run.train.batch_tokens < run.drafter.block_size:
-        raise ValueError(
-            f"train.batch_tokens {run.train.batch_tokens} is smaller than a block of "
-            f"{run.drafter.block_size}; raise it to the length of your sequences"
-        )
+    for name in ("batch_tokens", "window_tokens"):
+        value = getattr(run.train, name)
+        if value is not None and value < run.drafter.block_size:
+            raise ValueError(
+                f"train.{name} {value} is smaller than a block of {run.drafter.block_size}; raise "
+                "it to the length of your sequences"
+            )
     return resolve_architecture(
         run.drafter,
         target_config=head.config,

@@ -51,6 +51,7 @@ def prime(run: DrafterRun) -> bool:
                 seed=run.train.seed,
                 epoch=0,
                 batch_tokens=run.train.batch_tokens,
+                window_tokens=run.train.window_tokens,
                 data_fraction=run.train.data_fraction,
             )
             for batches in training.steps_of(snapshot, planned[: WARMUP_STEPS + 1], position):

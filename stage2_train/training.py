@@ -74,6 +74,7 @@ class Training:
             seed=train.seed,
             epoch=position.epoch,
             batch_tokens=train.batch_tokens,
+            window_tokens=train.window_tokens,
             data_fraction=train.data_fraction,
         )
         steps = total_steps(
@@ -89,6 +90,7 @@ class Training:
             snapshot.num_tokens[planned.order],
             num_batches=len(planned),
             batch_tokens=train.batch_tokens,
+            window_tokens=train.window_tokens,
         )
         self.monitor.say_epoch(position.epoch, words)
         for batches in self.steps_of(snapshot, planned, position):

@@ -59,7 +59,7 @@ def validate(
         draw_window(
             index,
             int(snapshot.num_tokens[index]),
-            batch_tokens=batches.batch_tokens,
+            window_tokens=batches.window_tokens,
             seed=batches.seed,
             epoch=VALIDATION_EPOCH,
             sequence_id=snapshot.sequence_id,

@@ -56,7 +56,7 @@ def test_a_window_above_the_budget_is_refused():
 
 def draw(num_tokens, *, epoch=0):
     return draw_window(
-        0, num_tokens, batch_tokens=BATCH_TOKENS, seed=0, epoch=epoch, sequence_id=lambda _: "id"
+        0, num_tokens, window_tokens=BATCH_TOKENS, seed=0, epoch=epoch, sequence_id=lambda _: "id"
     )
 
 

@@ -55,6 +55,19 @@ def test_sequences_above_the_budget_are_trained_in_windows(shared_store_dir):
     assert spans != {w.sequence_index: (w.start, w.stop) for batch in second for w in batch}
 
 
+def test_a_drafter_may_read_shorter_windows_many_of_which_fill_a_batch(shared_store_dir):
+    snapshot = open_store(shared_store_dir).snapshot()
+    planned = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128, window_tokens=16)
+    windows = [window for batch in planned for window in batch]
+    whole = plan_epoch(snapshot, seed=0, epoch=0, batch_tokens=128)
+    lengths = {w.sequence_index: w.num_tokens for batch in whole for w in batch}
+    assert {w.sequence_index: w.num_tokens for w in windows} == {
+        index: min(length, 16) for index, length in lengths.items()
+    }
+    assert max(len(batch) for batch in planned) == 128 // 16
+    assert all(sum(w.num_tokens for w in batch) <= 128 for batch in planned)
+
+
 def test_batches_have_one_shape_and_the_windows_own_positions(shared_store_dir, architecture):
     snapshot = open_store(shared_store_dir).snapshot()
     train = TrainConfig(batch_tokens=32, num_anchors=6)

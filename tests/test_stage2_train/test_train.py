@@ -226,6 +226,7 @@ def test_a_checkpoint_says_what_it_was_trained_on(make_run):
         ({"mask_token_id": 64}, {}, "mask_token_id 64 is outside the vocabulary of 64 rows"),
         ({"target_layer_ids": (1, 3)}, {}, r"target_layer_ids \[3\] are not in the store"),
         ({}, {"batch_tokens": 4}, "batch_tokens 4 is smaller than a block of 5"),
+        ({}, {"window_tokens": 4}, "window_tokens 4 is smaller than a block of 5"),
         ({"sliding_layers": (2,), "sliding_window": 4}, {}, r"sliding_layers \[2\] lie outside"),
         ({"sliding_layers": (1,)}, {}, "needs sliding_window"),
         ({"num_attention_heads": 3}, {}, "is no multiple of"),
@@ -252,6 +253,7 @@ def test_bad_settings_are_one_clear_line(make_run, drafter, train, message):
     [
         ({}, {"seed": 5}, "train.seed was 0, is 5"),
         ({}, {"batch_tokens": 100}, "train.batch_tokens was 192, is 100"),
+        ({}, {"window_tokens": 50}, "train.window_tokens was None, is 50"),
         ({}, {"data_fraction": 0.5}, "train.data_fraction was 1.0, is 0.5"),
         ({"num_layers": 1}, {}, "num_hidden_layers was 2, is 1"),
     ],
