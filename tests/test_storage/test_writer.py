@@ -1,12 +1,16 @@
 import tracemalloc
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from storage.encodings import EncodedStates
 from storage.errors import IdentityMismatchError, StoreError, StoreNotFoundError
+from storage.files import LocalFiles
 from storage.reader import open_store
 from storage.schema import LayerRecord, is_held_out
 from storage.verify import verify_store
@@ -81,6 +85,33 @@ def test_asking_for_all_units_lists_nothing_for_each(
     units = store.units()
     monkeypatch.setattr(store.files, "names", lambda _: pytest.fail("listed once more"))
     assert sum(len(store.sequences_of(unit)) for unit in units) == 40
+
+
+def test_the_last_shard_costs_what_the_first_one_did(
+    store_dir: Path, making: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is listed, read again or rewritten that grows with the store."""
+    store = making.make_store(store_dir, num_sequences=90, num_units=30)
+    units, calls = store.units(), Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        plain = getattr(LocalFiles, name)
+
+        def call(self: LocalFiles, *arguments: Any) -> Any:
+            calls[name] += 1
+            return plain(self, *arguments)
+
+        return call
+
+    for name in ("create", "read", "size", "names", "append_stream", "range_reader", "sync_tree"):
+        monkeypatch.setattr(LocalFiles, name, counted(name))
+    costs = []
+    for unit in units:
+        calls.clear()
+        making.fill_unit(store, unit)
+        costs.append(dict(calls))
+    assert len(costs) > 20
+    assert all(cost == costs[0] for cost in costs)
 
 
 def test_generations_hold_only_new_ids(store_dir: Path, making: SimpleNamespace) -> None:
