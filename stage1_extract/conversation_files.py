@@ -14,6 +14,7 @@ from stage1_extract.problems import UnusableConversationError
 _ARROW_SUFFIXES = (".arrow", ".feather")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 class Row(NamedTuple):
@@ -53,7 +54,13 @@ class RowFile(Protocol):
 
 
 def open_file(path: Path) -> RowFile:
-    """One file by its suffix; an unknown one is taken for JSON lines."""
+    """One file by its suffix; an unknown one is taken for JSON lines.
+
+    Raises:
+        ValueError: It is compressed.
+    """
+    if path.suffix in _COMPRESSED_SUFFIXES:
+        raise ValueError(f"data.conversations: {path} is compressed; unpack it first")
     if path.suffix not in (*_ARROW_SUFFIXES, *_PARQUET_SUFFIXES):
         return JsonLines(path)
     # Imported only here: JSON lines need no pyarrow.
@@ -156,14 +163,16 @@ def parse_line(text: bytes, *, source: str) -> dict[str, Any]:
     """The JSON object of one line.
 
     Raises:
-        UnusableConversationError: The line is not JSON, or not an object.
+        UnusableConversationError: The line is not JSON, not an object, or holds what is no text.
     """
     try:
         record = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        if b"\\ud" in text.lower():  # Half of a pair of escapes alone is in no text.
+            json.dumps(record, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise UnusableConversationError("bad JSON", source=source, detail=str(error)) from error
     if not isinstance(record, dict):
         raise UnusableConversationError(
-            "unknown format", source=source, detail="expected a JSON object"
+            "unknown format", source=source, detail="expected a JSON object, one a line"
         )
     return record

@@ -108,8 +108,10 @@ def read_conversations(
             keep_index(kept_at, index)
     problems.counts, problems.messages = index.counts, index.messages
     if not index.places:
-        where = ", ".join(map(str, paths)) or "an empty list of files"
-        raise ValueError(f"no usable conversation in {where}{problems.first()}")
+        if not paths:
+            raise ValueError("data.conversations is empty; name a file or a folder")
+        where = ", ".join(map(str, paths))
+        raise ValueError(f"data.conversations: no usable conversation in {where}{problems.first()}")
     return Conversations(files, index.places, problems)
 
 
@@ -248,6 +250,8 @@ def _stable_id(record: dict[str, Any], content: dict[str, Any], unusable: _Unusa
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:32]
     if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
         raise unusable("bad id", f"`id` must be text or a whole number, got {given!r}")
+    if "\n" in str(given):
+        raise unusable("bad id", f"`id` must hold no line break, got {given!r}")
     return str(given)
 
 

@@ -15,7 +15,7 @@ LINES: list[Any] = [
     {"id": "b", "prompt": "x", "response": "y"},
     "{broken",
     {"prompt": "ä\n", "response": "z"},
-    {"id": "a\nb", "token_ids": [1, 2], "loss_mask": [1, 1]},
+    {"id": "a\tb", "token_ids": [1, 2], "loss_mask": [1, 1]},
 ]
 
 

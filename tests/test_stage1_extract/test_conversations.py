@@ -58,6 +58,11 @@ def test_further_keys_of_a_message_reach_the_template(content: str | None) -> No
 
 BAD_LINES = [
     (b"{not json", "bad JSON"),
+    (b'{"messages": ' + b"[" * 100_000, "bad JSON"),
+    (b'{"id": ' + b"9" * 5_000 + b"}", "bad JSON"),
+    (b'{"id": "\\ud800", "prompt": "a", "response": "b"}', "bad JSON"),
+    (b'{"prompt": "a", "response": "b \\uD83D"}', "bad JSON"),
+    ({"id": "a\nb", "prompt": "a", "response": "b"}, "bad id"),
     (b'{"prompt": "\xff"}', "bad JSON"),
     ([1, 2], "unknown format"),
     ({"text": "a"}, "unknown format"),
@@ -157,3 +162,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_no_usable_conversation_is_an_error(write_jsonl: WriteJsonl) -> None:
     with pytest.raises(ValueError, match=r"no usable conversation in .*; the first is .*:1"):
         read_conversations([write_jsonl("no")])
+
+
+def test_whole_pairs_of_escapes_are_text() -> None:
+    record = b'{"prompt": "a", "response": "\\uD83D\\uDE00"}'
+    assert parse(record).messages[1]["content"] == "\U0001f600"
+
+
+def test_a_compressed_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(b"\x1f\x8b")
+    with pytest.raises(ValueError, match=r"data\.jsonl\.gz is compressed; unpack it first"):
+        read_conversations([path])
