@@ -113,7 +113,8 @@ def _worker_line(worker: Record) -> str:
     done += f", {skipped:,} skipped" if skipped else ""
     rates = f"{thousands(worker['tokens_per_s'])} tok/s, {byte_rate(_bytes_per_s(worker))}"
     parts = [f"  worker {worker['worker_index']}: {worker_state(worker)}", done, rates]
-    return " | ".join([*parts, f"pace: {worker_pace(worker)}"])
+    pace = worker_pace(worker)
+    return " | ".join([*parts, *([f"pace: {pace}"] if pace else [])])
 
 
 def _drafter_line(drafter: DrafterRecords) -> str:
@@ -170,7 +171,9 @@ def drafter_state(drafter: DrafterRecords) -> str:
 
 
 def worker_pace(worker: Record) -> str:
-    """What sets a worker's pace, by the shares of its time."""
+    """What sets a worker's pace, by the shares of its time; empty before it has done anything."""
+    if worker["num_sequences"] == 0:
+        return ""
     waits, idles = worker["wait_fraction"], worker["idle_fraction"]
     if waits > BAD_WAIT_FRACTION and waits >= idles:
         return f"the store: the GPU waits {waits:.0%}"

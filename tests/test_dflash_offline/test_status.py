@@ -80,6 +80,7 @@ def drafter(*train: dict[str, Any], **changes: Any) -> DrafterRecords:
 def test_the_part_that_sets_a_workers_pace_is_named(shares: dict[str, float], words: str) -> None:
     line = worker(**{f"{part}_fraction": share for part, share in shares.items()})
     assert worker_pace(line) == words
+    assert worker_pace(line | {"num_sequences": 0}) == ""
 
 
 def test_a_drafter_computes_or_waits_for_the_store() -> None:
