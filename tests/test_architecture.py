@@ -1,6 +1,8 @@
 """Laws of the whole tree: import rules, the CLI's start, the README's paths."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +82,29 @@ def test_the_readme_names_the_top_level() -> None:
     for folder in ("dflash_offline", "stage1_extract", "stage2_train", "storage", "benchmarks"):
         assert f"`{folder}`" in text
         assert (ROOT / folder).is_dir()
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_is_whole(tmp_path: Path) -> None:
+    """Presets and their data lie in it, and nothing asks for the checkout."""
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    for name in ("dflash_offline", "stage1_extract", "stage2_train", "storage"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "--target", str(installed), str(source)]
+    subprocess.run([*pip, "install", *options], check=True)
+    expected = {path.name for path in (ROOT / "dflash_offline" / "presets").iterdir()}
+    found = {path.name for path in (installed / "dflash_offline" / "presets").iterdir()}
+    assert expected - {"__pycache__"} <= found
+    command = [sys.executable, "-P", "-m", "dflash_offline.cli", "status", "demo"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"run {tmp_path / 'runs' / 'demo'}" in done.stdout
