@@ -53,7 +53,7 @@ def batch() -> Mock:
 
 def take_step(monitor, step, *, loss=1.0, gradient_norm=0.5, is_reported=True):
     """An update of one batch, as training makes it."""
-    number = torch.tensor(1.0, device=monitor.device)
+    number = torch.ones((), device=monitor.device)  # Made there: a copy would wait.
     counts = torch.ones(5, dtype=torch.long, device=monitor.device)
     sums = BlockSums(
         weighted_loss=loss * number,
