@@ -160,7 +160,7 @@ def regenerate(run_file: Path, overrides: tuple[str, ...]) -> None:
 
 @main.command()
 @run_file_command
-@click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Show it anew every five seconds, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def status(run_file: Path, overrides: tuple[str, ...], watch: bool, as_json: bool) -> None:
     """Say how far a run is, how fast, what sets the pace, and when it will be done."""

@@ -21,7 +21,7 @@ from dflash_offline.run_records import (
 )
 from stage2_train.live_line import BAD_WAIT_FRACTION, byte_rate, count_words, thousands
 
-WATCH_PAUSE_S = 2.0
+WATCH_PAUSE_S = 5.0
 SHOWN_WORKERS = 16
 IDLE_FRACTION = 0.05
 """Share of a worker's time above which a GPU that nothing was handed to sets the pace."""

@@ -58,6 +58,15 @@ def planned_counts(files: Files) -> list[int]:
     return [read_record(files, layout.generation(n))["num_units_in_use"] for n in numbers]
 
 
+def planned_sequences(files: Files) -> int:
+    """Sequences of all generations, by their records: reads no ids.
+
+    Those of a given-up unit count again where they were planned anew.
+    """
+    numbers = range(len(files.names(layout.GENERATIONS)))
+    return sum(read_record(files, layout.generation(n))["num_sequences"] for n in numbers)
+
+
 def complete_generations(files: Files, generation: Int32[np.ndarray, " shards"]) -> int:
     """How many generations, from the first on, have all their units among these shards."""
     committed = np.bincount(generation, minlength=1)

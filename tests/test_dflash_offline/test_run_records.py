@@ -1,13 +1,15 @@
 """What a run's files say: the newest whole lines, of the newest extraction and process only."""
 
 import json
+import runpy
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dflash_offline.config import RunConfig
+from dflash_offline.config import RunConfig, load_run_file
 from dflash_offline.run_records import (
     StoreRecords,
     last_checkpoint,
@@ -16,6 +18,8 @@ from dflash_offline.run_records import (
     read_lines,
     read_run,
 )
+from storage.repair import bury_damaged
+from storage.verify_report import Problem
 
 
 def write_lines(path: Path, *lines: dict[str, Any] | str) -> None:
@@ -75,6 +79,32 @@ def test_a_run_that_has_not_begun_is_empty(tiny_run: RunConfig, tmp_path: Path) 
     assert found.store == StoreRecords()
     assert found.workers == []
     assert [drafter.train for drafter in found.drafters] == [[]]
+
+
+def test_a_store_that_fills_is_counted_without_its_ids(tmp_path: Path) -> None:
+    path = Path(__file__).parents[1] / "test_storage" / "fill_store.py"
+    making = SimpleNamespace(**runpy.run_path(str(path)))
+    store = making.make_store(tmp_path / "store", num_sequences=40, num_units=4)
+    making.fill_unit(store, store.units()[0])
+    buried = store.units()[1]
+    making.fill_unit(store, buried)
+    problem = Problem(str(buried), layer=None, chunk=None, sequence_ids=(), message="lost")
+    bury_damaged(tmp_path / "store", [problem])
+    for ids in (tmp_path / "store" / "plans").iterdir():
+        ids.unlink()
+    text = f"""
+        run_dir = "{tmp_path}"
+        [target]
+        model = "some/model"
+        [data]
+        conversations = ["x.jsonl"]
+        [[drafter]]
+        name = "one"
+    """
+    (tmp_path / "run.toml").write_text(text)
+    found = read_run(load_run_file(tmp_path / "run.toml")).store
+    assert (found.num_units, found.num_committed) == (3, 1)
+    assert 20 <= found.num_sequences_left <= 30
 
 
 def test_a_finished_run_is_read_whole(tiny_run: RunConfig) -> None:
