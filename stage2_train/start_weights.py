@@ -106,14 +106,14 @@ def _scale_head_norms(drafter: Drafter, taken: list[str]) -> None:
     It is the root mean square of a head's channels behind a normed input, as if the input's
     channels were independent.
     """
-    for number, layer in enumerate(drafter.layers):
-        for name in ("q", "k"):
-            path = f"layers.{number}.self_attn.{name}"
-            if f"{path}_proj.weight" in taken and f"{path}_norm.weight" not in taken:
-                projection = getattr(layer.self_attn, f"{name}_proj").weight
-                scaled = projection * layer.input_layernorm.weight
+    weights = drafter.state_dict()  # The drafter's own memory, not a copy.
+    for number in range(len(drafter.layers)):
+        layer = f"layers.{number}"
+        for name in (f"{layer}.self_attn.q", f"{layer}.self_attn.k"):
+            if f"{name}_proj.weight" in taken and f"{name}_norm.weight" not in taken:
+                scaled = weights[f"{name}_proj.weight"] * weights[f"{layer}.input_layernorm.weight"]
                 scale = scaled.square().sum(dim=1).mean().sqrt()
-                getattr(layer.self_attn, f"{name}_norm").weight.fill_(float(scale))
+                weights[f"{name}_norm.weight"].fill_(float(scale))
 
 
 def take_weights(drafter: Drafter, folder: Path) -> None:

@@ -61,10 +61,8 @@ def lacking_head_files(files: Files, *, also: Iterable[str] = ()) -> list[str]:
 
 def _has_full_size(files: Files, name: str) -> bool:
     try:
-        return (
-            files.size(layout.head_file(name))
-            == read_record(files, layout.head_record(name))["num_bytes"]
-        )
+        recorded: int = read_record(files, layout.head_record(name))["num_bytes"]
+        return files.size(layout.head_file(name)) == recorded
     except FileNotFoundError:
         return False
 
