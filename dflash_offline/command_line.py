@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from storage.errors import advice_on
+
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """As shells say it; extraction and training, once begun, end with 75 instead."""
@@ -38,9 +40,11 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
 def one_line(error: Exception) -> str:
     """An error's message in one line; the system's own names the file first, without numbers."""
     message = str(error)
-    if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
-        place = error.filename if error.filename2 is None else error.filename2
-        message = f"{place}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror is not None:
+        message = advice_on(error) or error.strerror
+        if error.filename is not None:
+            place = error.filename if error.filename2 is None else error.filename2
+            message = f"{place}: {message}"
     return " ".join(message.split())
 
 

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from storage.errors import explain_os_errors
+
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -52,12 +54,15 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path) -> None:
     _require(gguf_path, fields, "tokenizer.ggml.model", "gpt2")
     _require(gguf_path, fields, "tokenizer.ggml.pre", "smollm")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(read_weights(reader, fields), folder / "model.safetensors", metadata={"format": "pt"})
-    build_tokenizer(fields).save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(fields))
-    _write_json(folder / "config.json", _model_config(fields))
-    _write_json(folder / "generation_config.json", _generation_config(fields))
+    with explain_os_errors("write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            read_weights(reader, fields), folder / "model.safetensors", metadata={"format": "pt"}
+        )
+        build_tokenizer(fields).save(str(folder / "tokenizer.json"))
+        _write_json(folder / "tokenizer_config.json", _tokenizer_config(fields))
+        _write_json(folder / "config.json", _model_config(fields))
+        _write_json(folder / "generation_config.json", _generation_config(fields))
 
 
 def read_weights(reader: GGUFReader, fields: Mapping[str, Any]) -> dict[str, Tensor]:

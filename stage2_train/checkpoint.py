@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stage2_train.architecture import DrafterArchitecture
 from stage2_train.drafter import Drafter
+from storage.errors import explain_os_errors
 
 CONFIG, MODEL, OPTIMIZER, STATE = (
     "config.json",
@@ -56,27 +57,31 @@ def save_checkpoint(
         weights: fp32 master weights by official name.
         optimizer: optimizer state by name.
         state: everything else needed to resume, as JSON values; must not use the key `files`.
+
+    Raises:
+        StoreWriteError: the disk refuses, in one line; what was there is there still.
     """
     final = checkpoint_dir(drafter_dir, step)
     attempt = final.with_name(f".{final.name}.{os.getpid()}.partial")
-    shutil.rmtree(attempt, ignore_errors=True)
-    attempt.mkdir(parents=True)
-    try:
-        _write_json(attempt / CONFIG, architecture.to_config())
-        _save_tensors(attempt / MODEL, weights)
-        _save_tensors(attempt / OPTIMIZER, optimizer)
-        files = {name: describe(attempt / name) for name in (CONFIG, MODEL, OPTIMIZER)}
-        _write_json(attempt / STATE, {**state, "step": step, "files": files})
-        for path in attempt.iterdir():
-            _flush_to_disk(path)
-        _flush_to_disk(attempt)
-        if final.exists():
-            shutil.rmtree(final)
-        attempt.rename(final)
-    except BaseException:
+    with explain_os_errors("write", final):
         shutil.rmtree(attempt, ignore_errors=True)
-        raise
-    _flush_to_disk(final.parent)
+        attempt.mkdir(parents=True)
+        try:
+            _write_json(attempt / CONFIG, architecture.to_config())
+            _save_tensors(attempt / MODEL, weights)
+            _save_tensors(attempt / OPTIMIZER, optimizer)
+            files = {name: describe(attempt / name) for name in (CONFIG, MODEL, OPTIMIZER)}
+            _write_json(attempt / STATE, {**state, "step": step, "files": files})
+            for path in attempt.iterdir():
+                _flush_to_disk(path)
+            _flush_to_disk(attempt)
+            if final.exists():
+                shutil.rmtree(final)
+            attempt.rename(final)
+        except BaseException:
+            shutil.rmtree(attempt, ignore_errors=True)
+            raise
+        _flush_to_disk(final.parent)
     return final
 
 

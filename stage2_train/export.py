@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from stage2_train.architecture import SLIDING, DrafterArchitecture
 from stage2_train.checkpoint import CONFIG, MODEL, load_drafter, read_config, read_weights
 from stage2_train.drafter import Drafter
+from storage.errors import explain_os_errors
 
 SPECULATORS_VERSION = "0.9.0"
 # Weights of the target that a speculators folder may carry; a drafter borrows them instead.
@@ -222,19 +223,20 @@ def _write_folder(
     out_dir: Path, *, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> Path:
     attempt = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}.partial")
-    attempt.mkdir(parents=True)
-    try:
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (attempt / CONFIG).write_text(text, encoding="utf-8")
-        save_file(dict(weights), attempt / MODEL, metadata={"format": "pt"})
-        for path in attempt.iterdir():
-            _flush_to_disk(path)
-        if out_dir.exists():
-            shutil.rmtree(out_dir)
-        attempt.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(attempt, ignore_errors=True)
-        raise
+    with explain_os_errors("write", out_dir):
+        attempt.mkdir(parents=True)
+        try:
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            (attempt / CONFIG).write_text(text, encoding="utf-8")
+            save_file(dict(weights), attempt / MODEL, metadata={"format": "pt"})
+            for path in attempt.iterdir():
+                _flush_to_disk(path)
+            if out_dir.exists():
+                shutil.rmtree(out_dir)
+            attempt.rename(out_dir)
+        except BaseException:
+            shutil.rmtree(attempt, ignore_errors=True)
+            raise
     return out_dir
 
 

@@ -24,7 +24,7 @@ from stage2_train.interval import Closed, Interval, interval_of, rates
 from stage2_train.live_line import live_line, validation_line
 from stage2_train.metrics import BlockSums, summarize
 from stage2_train.ranks import ALONE, Ranks
-from storage.errors import DamagedShardError
+from storage.errors import DamagedShardError, explain_os_errors
 from storage.files import replace_whole
 
 if TYPE_CHECKING:
@@ -246,7 +246,10 @@ class Monitor:
     def _write(self, record: Mapping[str, Any]) -> None:
         if self.tensorboard is None:
             return
-        with self.metrics_path.open("a", encoding="utf-8") as file:
+        with (
+            explain_os_errors("write", self.metrics_path),
+            self.metrics_path.open("a", encoding="utf-8") as file,
+        ):
             file.write(json.dumps({"time_s": time.time(), **record}) + "\n")
         for name, value in scalars(record).items():
             self.tensorboard.add_scalar(f"{record['kind']}/{name}", value, record["step"])

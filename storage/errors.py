@@ -1,6 +1,7 @@
 """Errors of the store: each is one clear line saying what is wrong and what to do."""
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,19 +48,34 @@ _ADVICE = {
     errno.EMLINK: "the file system allows no more links there",
     errno.EOPNOTSUPP: "the file system has no hard links, which the commit protocol needs",
     errno.ENOTDIR: "a part of this path is a file, not a folder; choose another store folder",
+    errno.EFBIG: "the limit of a file's size is reached; raise `ulimit -f`",
     errno.EIO: "the disk reports an error; check it, then run the same command again",
     errno.ENAMETOOLONG: "the path is too long; choose a shorter store folder",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
 }
 
 
+_RUST_CODE = re.compile(r"\(os error (\d+)\)")
+
+
 @contextmanager
 def explain_os_errors(action: str, path: object) -> Iterator[None]:
-    """Turns the operating system's refusals into one line with advice; other errors pass."""
+    """Turns the operating system's refusals into one line with advice; other errors pass.
+
+    Those that a library written in Rust hands on as errors of its own are known by their text.
+    """
     try:
         yield
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0)
+    except Exception as error:
+        advice = advice_on(error)
         if advice is None or isinstance(error, StoreError):
             raise
         raise StoreWriteError(f"cannot {action} {path}: {advice}") from error
+
+
+def advice_on(error: Exception) -> str | None:
+    """What is wrong and what to do, where the operating system refused; None for other errors."""
+    if isinstance(error, OSError):
+        return _ADVICE.get(error.errno or 0)
+    found = _RUST_CODE.search(str(error))
+    return None if found is None else _ADVICE.get(int(found[1]))

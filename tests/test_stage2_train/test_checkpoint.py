@@ -1,6 +1,9 @@
 """Checkpoints are whole or passed over; the last good one is found whatever happened to others."""
 
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,7 +27,8 @@ from stage2_train.checkpoint import (
     save_checkpoint,
 )
 from stage2_train.drafter import Drafter
-from stage2_train.export import load_any_drafter
+from stage2_train.export import export_official, load_any_drafter
+from storage.errors import StoreWriteError
 
 FILES = (CONFIG, MODEL, OPTIMIZER, STATE)
 
@@ -96,7 +100,7 @@ def test_a_save_that_fails_leaves_the_old_ones(save, tmp_path, monkeypatch, call
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "_flush_to_disk", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StoreWriteError, match="the disk is full; free space there"):
         save(2)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [good.name]
     assert latest_checkpoint(tmp_path) == good
@@ -188,3 +192,31 @@ def test_a_folder_with_a_bad_config_is_named(save, load, config, message):
     with pytest.raises(ValueError, match=message) as caught:
         load(folder)
     assert str(folder) in str(caught.value)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Lets the operating system refuse larger files, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [100, 4_000])
+def test_a_refusing_disk_gives_one_line_and_leaves_what_was_there(save, tmp_path, num_bytes):
+    folder = save(1)
+    exported = export_official(folder, tmp_path / "export")
+    for write in (lambda: save(2), lambda: save(1), lambda: export_official(folder, exported)):
+        with (
+            pytest.raises(StoreWriteError, match=r"cannot write .*: .*raise `ulimit -f`"),
+            files_of_at_most(num_bytes),
+        ):
+            write()
+    assert is_valid(folder)
+    assert latest_checkpoint(folder.parents[1]) == folder
+    load_drafter(exported)
+    left = [path.name for place in (folder, exported) for path in place.parent.glob(".*")]
+    assert left == []
