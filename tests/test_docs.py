@@ -139,6 +139,15 @@ def test_every_table_a_page_shows_is_one_of_the_run_file(page: Path) -> None:
             assert unknown == [], block
 
 
+@pages(PAGES)
+def test_every_test_a_page_names_exists(page: Path) -> None:
+    tests = DOCS.parent / "tests"
+    for text in inline_code(page):
+        if found := re.fullmatch(r"(test_\w+\.py)::(test_\w+)", text):
+            holding = [path.read_text(encoding="utf-8") for path in tests.rglob(found[1])]
+            assert any(f"def {found[2]}(" in each for each in holding), text
+
+
 def test_what_is_unknown_would_be_noticed() -> None:
     assert problem_of(["extarct", "run.toml"]) == "no command extarct"
     assert (
