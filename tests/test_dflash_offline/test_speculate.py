@@ -114,7 +114,7 @@ def test_batching_changes_nothing(make_target, make_drafter, make_head, settings
     decoder = TargetDecoder(target, layer_ids=LAYER_IDS)
     arguments = {
         "settings": DecodingSettings(max_new_tokens=20, stop_token_ids=(2,)),
-        "drafter": make_drafter(target, **changes),
+        "drafter": make_drafter(target, seed=6, **changes),
         "head": make_head(target),
     }
     alone = decode(decoder, prompts, batch_size=1, **arguments)
