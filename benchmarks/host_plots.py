@@ -35,15 +35,7 @@ def draw_run(notes: Path, run: str, *, out_dir: Path) -> list[Path]:
     if not events:
         return []
     start_s, stop_s = events[0]["time_s"] - 10.0, events[-1]["time_s"]
-    marks = {
-        f"killed: {', '.join(each['names'])}": each["time_s"] - start_s
-        for each in events
-        if each["event"] == "killed"
-    } | {
-        each["name"].replace("_", " "): each["start_s"] - start_s
-        for each in events
-        if each["event"] == "window"
-    }
+    marks = {text: then - start_s for text, then in marks_of(events).items()}
     samples = [each for each in gpu_samples(notes / "gpus.csv") if each.time_s >= start_s]
     drawings = {
         "rates": (process_rates(notes / run), "tokens/s", "Rate of each process"),
@@ -61,6 +53,26 @@ def draw_run(notes: Path, run: str, *, out_dir: Path) -> list[Path]:
             paths.append(out_dir / f"host-{run}-{name}.svg")
             paths[-1].write_text(draw(shown, stop_s - start_s, y_label, title, marks))
     return paths
+
+
+def marks_of(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """When somebody was killed and when windows began, in order; a death begins its own window."""
+    deaths = {
+        f"killed: {', '.join(each['names'])}": float(each["time_s"])
+        for each in events
+        if each["event"] == "killed"
+    }
+    windows = {
+        each["name"].replace("_", " "): float(each["start_s"])
+        for each in events
+        if each["event"] == "window"
+    }
+    others = {
+        text: then
+        for text, then in windows.items()
+        if all(abs(then - death) > 1.0 for death in deaths.values())
+    }
+    return dict(sorted((deaths | others).items(), key=lambda mark: mark[1]))
 
 
 def draw(

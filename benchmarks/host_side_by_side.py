@@ -98,7 +98,7 @@ class SideBySide:
             self.halted.append(name)
         seconds = time.monotonic() - start_s
         about = f"{len(self.workers)} workers and {len(self.drafters)} drafters"
-        key = f"host_{self.run_file.stem}_start_s"
+        key = f"host_{self.run_file.stem.replace('-', '_')}_start_s"
         self.show({key: (seconds, "s", f"until {about} work, from what was compiled before")})
 
     def window(

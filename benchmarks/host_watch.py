@@ -84,7 +84,11 @@ def after_batches(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def worker_pace(lines: Sequence[dict[str, Any]], *, start_s: float, stop_s: float) -> Pace | None:
-    """What a worker did between its first and its last batch inside a window; None without two."""
+    """What a worker did between its first and its last batch inside a window; None without two.
+
+    Its rate is the slope through all of them: a line may come late behind its batch, which is a
+    good part of a second's work.
+    """
     inside = [line for line in after_batches(lines) if start_s <= line["time_s"] <= stop_s]
     if len(inside) < 2:
         return None
@@ -96,8 +100,11 @@ def worker_pace(lines: Sequence[dict[str, Any]], *, start_s: float, stop_s: floa
         now, then = (line[f"{part}_fraction"] * line["elapsed_s"] for line in (last, first))
         return (now - then) / elapsed_s
 
+    slope = statistics.linear_regression(
+        [line["elapsed_s"] for line in inside], [line["num_tokens"] for line in inside]
+    ).slope
     return Pace(
-        tok_s=(last["num_tokens"] - first["num_tokens"]) / elapsed_s,
+        tok_s=slope,
         bytes_s=(last["num_bytes"] - first["num_bytes"]) / elapsed_s,
         waiting=share("wait"),
         busy=share("forward") + share("encode"),

@@ -363,7 +363,7 @@ def main() -> None:
     parser.add_argument("--bytes-per-value", type=float, default=1.0, help="1 is fp8 or int8")
     parser.add_argument("--disk-gb-s", type=float, default=2.2)
     parser.add_argument("--page-cache-gb", type=float, default=400.0)
-    parser.add_argument("--nccl-gb-s", type=float, default=300.0)
+    parser.add_argument("--nccl-gb-s", type=float, default=240.0)
     parser.add_argument("--sequences", type=int, default=30_000, help="size of the whole store")
     parser.add_argument("--seconds", type=int, default=600)
     parser.add_argument(
