@@ -149,7 +149,7 @@ class _Importer:
     ):
         self.run, self.settings, self.cache, self.target = run, settings, cache, target
         self.layers = store_shape(run, load_config(run.target)).layers
-        self.masks = {} if settings.loss_masks is None else _read_masks(settings.loss_masks)
+        self.masks = {} if settings.loss_masks is None else read_masks(settings.loss_masks)
         self.layer_ids = self._source_layers()
         self.final_is_normed = (
             cache.final_is_normed if settings.final_is_normed is None else settings.final_is_normed
@@ -359,12 +359,14 @@ class _Importer:
         return encoded
 
 
-def _read_masks(path: Path) -> dict[str, np.ndarray]:
+def read_masks(path: Path) -> dict[str, np.ndarray]:
+    """Loss masks by sequence id, from JSON lines; ValueError names a line that is none."""
     masks = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not by `str.splitlines`, which also splits at separators that an id may hold.
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             entry = json.loads(line)
             masks[str(entry["id"])] = np.array(entry["loss_mask"], dtype=np.bool_)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: expected id and loss_mask ({error})") from error
     return masks

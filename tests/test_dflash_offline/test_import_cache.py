@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from dflash_offline.cli import main
 from dflash_offline.config import RunConfig, extract_run
 from dflash_offline.foreign_caches import load_tensors, open_cache, tell_layout
-from dflash_offline.import_cache import ImportSettings, import_cache
+from dflash_offline.import_cache import ImportSettings, import_cache, read_masks
 from stage1_extract.target import load_target
 from storage.reader import open_store
 
@@ -256,6 +256,22 @@ def test_what_is_missing_is_asked_for(
     everything = ImportSettings(source=source, layer_ids=(0, 1), supervise_all=True)
     report = import_cache(run, everything)
     assert any("every token is learnt" in fact for fact in report.taken_from_run)
+
+
+def test_masks_are_read_by_lines_whatever_an_id_holds(tmp_path: Path) -> None:
+    path = tmp_path / "masks.jsonl"
+    entries = [{"id": "one\u2028two", "loss_mask": [False, True]}, {"id": 3, "loss_mask": [True]}]
+    text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+    path.write_text(text, encoding="utf-8")
+    found = read_masks(path)
+    assert {name: mask.tolist() for name, mask in found.items()} == {
+        "one\u2028two": [False, True],
+        "3": [True],
+    }
+    for bad in ('{"id": 1}', "[]", "{", '{"id": 1, "loss_mask": [[1], 2]}'):
+        path.write_text(f"{text}{bad}\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=r"masks.jsonl:3: expected id and loss_mask"):
+            read_masks(path)
 
 
 def test_speculators_masks_come_from_the_data_set_beside_them(
