@@ -15,17 +15,22 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_offline.config import load_run_file, store_dir_of
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreNotFoundError
 from storage.files import LocalFiles
 from storage.layout import TEMPORARY
 from storage.places import files_at
 from storage.probe import check_mark, leave_mark, probe_place
+from storage.reader import open_store
+from storage.verify import verify_store
 
 EXIT_FINE, EXIT_PROBLEM = 0, 2
 PACKAGES = ("torch", "triton", "transformers", "numpy", "zarr", "obstore", "safetensors")
 LOW_SPACE_BYTES = 10_000_000_000
 RATE_BYTES = 64 * 2**20
 """Bytes written to measure a place's rate."""
+MOST_CHECKED_SHARDS = 4096
+"""More than these take minutes to look at."""
+SHOWN_PROBLEMS = 5
 COMPILE_TIMEOUT_S = 300
 SHARED_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse.weka")
 
@@ -77,7 +82,7 @@ def _look(place: str | None, *, leave: bool, mark: str | None) -> Iterator[Findi
     if mark is None:
         checks += [_packages, _gpus, _compile_caches, _slurm]
     if place is not None:
-        checks += [lambda: _place(place)] if mark is None else []
+        checks += [lambda: _place(place), lambda: _store(place)] if mark is None else []
         checks += [lambda: _leave(place)] if leave else []
         checks += [lambda: _find(place, mark)] if mark is not None else []
     for check in checks:
@@ -254,6 +259,34 @@ def _write_rate(place: str) -> float:
         return RATE_BYTES / (time.monotonic() - start_s)
     finally:
         files.remove_tree(folder)
+
+
+def _store(place: str) -> Iterator[Finding]:
+    """The health of the store that lies there, if one does: by records and sizes, not by bytes."""
+    try:
+        num_shards = open_store(place).snapshot().num_shards
+    except StoreNotFoundError:
+        return
+    except StoreError as error:
+        yield Finding("BAD", str(error))
+        return
+    if num_shards > MOST_CHECKED_SHARDS:
+        yield Finding("note", f"{place}: {num_shards:,} shards; `store verify` checks them")
+        return
+    problems = verify_store(place, full=False).problems
+    yield from (Finding("BAD", f"{problem}") for problem in problems[:SHOWN_PROBLEMS])
+    if problems:
+        yield Finding(
+            "note",
+            f"{place}: {len(problems)} problems in all; `store repair` gives damaged shards up, "
+            "the next `extract` fills them again",
+        )
+    else:
+        yield Finding(
+            "ok",
+            f"{place}: {num_shards:,} shards, whole by records and sizes (`store verify --full` "
+            "reads every byte)",
+        )
 
 
 def _leave(place: str) -> Iterator[Finding]:

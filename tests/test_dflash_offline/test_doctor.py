@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +102,21 @@ def test_a_run_file_stands_for_its_store(tmp_path: Path) -> None:
     exit_code, text = run(str(tmp_path / "run.toml"))
     assert exit_code == 0, text
     assert f"{tmp_path}/there: exclusive creation" in text
+
+
+def test_the_health_of_a_store_is_told(tmp_path: Path) -> None:
+    path = Path(__file__).parents[1] / "test_storage" / "fill_store.py"
+    making = SimpleNamespace(**runpy.run_path(str(path)))
+    making.fill(making.make_store(tmp_path / "store"))
+    exit_code, text = run(str(tmp_path / "store"))
+    assert exit_code == 0, text
+    assert re.search(r"ok +\S+store: 3 shards, whole by records and sizes", text)
+    data = next(p for p in (tmp_path / "store" / "shards").rglob("0") if p.is_file())
+    data.write_bytes(data.read_bytes()[:-1])
+    exit_code, text = run(str(tmp_path / "store"))
+    assert exit_code == 2
+    assert re.search(r"BAD +shard 00000-0000\d[ ,:]", text)
+    assert "`store repair` gives damaged shards up" in text
 
 
 def test_two_hosts_find_each_others_marks(tmp_path: Path) -> None:
