@@ -114,6 +114,7 @@ def decode_reference(
 ) -> Reference:
     """Decodes a suite with the target alone, turn by turn; every turn is one request."""
     dialogues = load_suite(suite, snapshot=snapshot, limit=config.num_prompts)
+    print(f"{suite}: the target decodes {len(dialogues)} prompts alone first", flush=True)
     answers: list[list[str]] = [[] for _ in dialogues]
     prompts: list[list[int]] = []
     generations: list[Generation] = []

@@ -18,16 +18,23 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
+from stage2_train.live_line import time_words
+
 REFRESH_S = 0.5
 PLAIN_LINE_S = 10.0
 """Seconds between lines where the output is no terminal."""
 TAIL_BYTES = 4096
+OTHER_COLUMNS = 32
+"""Width of a bar's text without the rates."""
+WIDE_COLUMNS = 110
+"""Width of a terminal from which on everything fits into a line."""
 
 
 @dataclass
@@ -58,12 +65,17 @@ def total(lines: list[dict[str, Any]]) -> Totals:
     return totals
 
 
-def newest_line(path: Path, *, since_s: float) -> dict[str, Any] | None:
-    """The last whole line of a metrics file, if it was written since a Unix time."""
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 without one."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def newest_line(path: Path, *, behind_bytes: int) -> dict[str, Any] | None:
+    """The last whole line of a metrics file behind its first so many bytes."""
     try:
         with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
+            end = file.seek(0, 2)
+            file.seek(max(behind_bytes, end - TAIL_BYTES))
             whole = file.read().rpartition(b"\n")[0]
     except FileNotFoundError:
         return None
@@ -71,7 +83,7 @@ def newest_line(path: Path, *, since_s: float) -> dict[str, Any] | None:
     if not text:
         return None
     line: dict[str, Any] = json.loads(text)
-    return line if line["time_s"] >= since_s else None
+    return line
 
 
 @contextmanager
@@ -103,7 +115,8 @@ def plain_progress(
         printed_s = now_s
         left_s = (now_s - start_s) / num_done * (num_all - num_done)
         print(
-            f"{title} {num_done / num_all:.0%} | {num_done:,} of {num_all:,} | {left_s:.0f} s left",
+            f"{title} {num_done / num_all:.0%} | {num_done:,} of {num_all:,} | "
+            f"{time_words(left_s)} left",
             file=sys.stderr,
             flush=True,
         )
@@ -111,28 +124,39 @@ def plain_progress(
     return show
 
 
+def bar_columns(width: int) -> list[ProgressColumn]:
+    """What stands in extraction's bar; on a narrow terminal the share and the time left come first.
+
+    Args:
+        width: Columns of the terminal.
+    """
+    share, left = TaskProgressColumn(), [TextColumn("left"), TimeRemainingColumn()]
+    rates = TextColumn("{task.fields[rates]}")
+    if width < WIDE_COLUMNS:
+        # Cut by a width of its own: else all columns would be cut alike.
+        rates.get_table_column().max_width = max(1, width - OTHER_COLUMNS)
+        return [TextColumn("extracting"), share, *left, rates]
+    done = [BarColumn(), share, MofNCompleteColumn()]
+    return [TextColumn("extracting"), *done, rates, TimeElapsedColumn(), *left]
+
+
 class ExtractionProgress:
     """A bar over all workers on a terminal, else a line now and then; a context manager."""
 
     def __init__(self, *, run_dir: Path, num_workers: int, num_sequences: int):
-        self._paths = [
+        paths = [
             run_dir / "extract" / f"worker-{index:05d}.metrics.jsonl"
             for index in range(num_workers)
         ]
+        # What earlier runs wrote does not count. Told by bytes: a clock may be set back.
+        self._behind_bytes = {path: size_of(path) for path in paths}
         self._num_sequences = num_sequences
-        self._start_s = time.time()
+        self._start_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._refresh, daemon=True)
         self._console = Console(file=sys.stderr)
         self._bar = Progress(
-            TextColumn("extracting"),
-            BarColumn(),
-            TaskProgressColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rates]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *bar_columns(self._console.width),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -155,7 +179,7 @@ class ExtractionProgress:
 
     def totals(self) -> Totals:
         """What the workers have done since this extraction began."""
-        lines = [newest_line(path, since_s=self._start_s) for path in self._paths]
+        lines = [newest_line(path, behind_bytes=n) for path, n in self._behind_bytes.items()]
         return total([line for line in lines if line is not None])
 
     def show_line(self, name: str, line: str) -> None:
@@ -169,7 +193,7 @@ class ExtractionProgress:
         and not counted here.
         """
         totals = self.totals()
-        elapsed_s = max(time.time() - self._start_s, 1e-9)
+        elapsed_s = max(time.monotonic() - self._start_s, 1e-9)
         print(
             f"stored {num_sequences:,} sequences, {num_tokens:,} tokens in {num_shards} shards, "
             f"{num_tokens / elapsed_s:,.0f} tok/s with start-up"
@@ -180,7 +204,7 @@ class ExtractionProgress:
             print(f"skipped {count}: {reason}")
 
     def _describe(self, totals: Totals) -> str:
-        elapsed_s = max(time.time() - self._start_s, 1e-9)
+        elapsed_s = max(time.monotonic() - self._start_s, 1e-9)
         return (
             f"{totals.num_sequences:,} sequences, {totals.num_tokens:,} tokens, "
             f"{totals.num_bytes / 1e6:,.1f} MB, {totals.num_tokens / elapsed_s:,.0f} tok/s"
@@ -202,6 +226,6 @@ class ExtractionProgress:
     def _left(self, totals: Totals) -> str:
         if totals.num_done == 0:
             return ""
-        elapsed_s = time.time() - self._start_s
+        elapsed_s = time.monotonic() - self._start_s
         left_s = elapsed_s / totals.num_done * max(0, self._num_sequences - totals.num_done)
-        return f" | {left_s:.0f} s left"
+        return f" | {time_words(left_s)} left"

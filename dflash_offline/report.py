@@ -13,8 +13,8 @@ from typing import Any
 from dflash_offline.config import RunConfig, drafter_run, run_dir_of, store_dir_of
 from dflash_offline.plots import acceptance_plot, point_plot, round_ticks
 from dflash_offline.run_records import Record, newest_workers, read_json, read_lines
-from dflash_offline.status import time_words, training_pace, worker_pace
-from stage2_train.live_line import byte_rate, count_words, thousands
+from dflash_offline.status import training_pace, worker_pace
+from stage2_train.live_line import byte_rate, count_words, thousands, time_words
 from storage.encodings import encoded_bytes_per_token
 from storage.errors import StoreNotFoundError
 from storage.files import replace_whole

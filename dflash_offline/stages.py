@@ -194,6 +194,8 @@ def launch_training(config: RunConfig, *, run_file: Path, overrides: Sequence[st
         for drafter in config.drafter
     ]
     names = [job.name for job in jobs]
+    if sum(job.num_places for job in jobs) > len(places):
+        print(f"{len(jobs)} drafters on {len(places)} places: the later ones wait for a free one")
     priming = _priming_jobs(config, run_file, overrides) if count_gpus() else []
     width = max(map(len, [*names, *(job.name for job in priming)]))
 

@@ -19,7 +19,13 @@ from dflash_offline.run_records import (
     age_s,
     read_run,
 )
-from stage2_train.live_line import BAD_WAIT_FRACTION, byte_rate, count_words, thousands
+from stage2_train.live_line import (
+    BAD_WAIT_FRACTION,
+    byte_rate,
+    count_words,
+    thousands,
+    time_words,
+)
 
 WATCH_PAUSE_S = 5.0
 SHOWN_WORKERS = 16
@@ -231,11 +237,3 @@ def seconds_per_step(train: Sequence[Record]) -> float:
 def log_steps(train: Sequence[Record]) -> int:
     """Steps between the two newest records."""
     return int(train[-1]["step"] - train[-2]["step"]) if len(train) > 1 else 1
-
-
-def time_words(seconds: float) -> str:
-    """A time in few characters: 40 s, 12 min, 3.5 h, 2.1 days."""
-    for size, name in ((86_400.0, "days"), (3600.0, "h")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

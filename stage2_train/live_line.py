@@ -20,8 +20,12 @@ def live_line(record: Mapping[str, Any], *, total_steps: int) -> str:
     """Gives the line a person reads: what is learned, how fast, and what holds it up."""
     first_offsets = record["accuracy_by_offset"][:4]
     offsets = " ".join(f"{value:.2f}".removeprefix("0") for value in first_offsets)
+    left_s = (total_steps - record["step"]) * record["step_s"]
+    # The first step waited for the compiler; it says nothing of the others.
+    is_known = left_s > 0 and record.get("first_report_s") is None
+    left = f" {time_words(left_s)} left" if is_known else ""
     line = (
-        f"step {record['step']}/{total_steps} {record['step_s'] * 1e3:.0f}ms "
+        f"step {record['step']}/{total_steps} {record['step_s'] * 1e3:.0f}ms{left} "
         f"loss {record['loss']:.3f} acc {offsets} "
         f"sim {record['simulated_acceptance_length']:.2f} | "
         f"{thousands(record['tokens_per_s'])} tok/s "
@@ -153,3 +157,11 @@ def byte_rate(bytes_per_s: float) -> str:
     """Gives a rate of bytes in few characters."""
     is_large = bytes_per_s >= 1e8
     return f"{bytes_per_s / (1e9 if is_large else 1e6):.2g} {'GB' if is_large else 'MB'}/s"
+
+
+def time_words(seconds: float) -> str:
+    """A time in few characters: 40 s, 12 min, 3.5 h, 2.1 days."""
+    for size, name in ((86_400.0, "days"), (3600.0, "h")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -1,11 +1,20 @@
 """Extraction's progress: the newest whole line of each worker counts, older runs do not."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
-from dflash_offline.progress import ExtractionProgress, newest_line, plain_progress, total
+from dflash_offline.progress import (
+    ExtractionProgress,
+    bar_columns,
+    newest_line,
+    plain_progress,
+    total,
+)
 
 
 def metrics(*, time_s: float, num_sequences: int = 1, skipped: dict[str, int] | None = None) -> str:
@@ -24,16 +33,21 @@ def metrics(*, time_s: float, num_sequences: int = 1, skipped: dict[str, int] | 
 def test_a_line_still_being_written_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "worker.metrics.jsonl"
     path.write_text(metrics(time_s=1, num_sequences=3) + metrics(time_s=2)[:20])
-    line = newest_line(path, since_s=0.0)
+    line = newest_line(path, behind_bytes=0)
     assert line is not None
     assert line["num_sequences"] == 3
 
 
 def test_lines_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "worker.metrics.jsonl"
-    path.write_text(metrics(time_s=1))
-    assert newest_line(path, since_s=5.0) is None
-    assert newest_line(tmp_path / "absent", since_s=0.0) is None
+    earlier = metrics(time_s=1) + metrics(time_s=2)[:20]
+    path.write_text(earlier)
+    assert newest_line(path, behind_bytes=len(earlier)) is None
+    path.write_text(earlier + metrics(time_s=0, num_sequences=7))
+    line = newest_line(path, behind_bytes=len(earlier))
+    assert line is not None
+    assert line["num_sequences"] == 7
+    assert newest_line(tmp_path / "absent", behind_bytes=0) is None
 
 
 def test_totals_add_up_over_workers_and_reasons() -> None:
@@ -50,8 +64,19 @@ def test_progress_sees_what_workers_write_after_it_began(tmp_path: Path) -> None
     folder = tmp_path / "extract"
     folder.mkdir()
     with ExtractionProgress(run_dir=tmp_path, num_workers=2, num_sequences=9) as progress:
-        (folder / "worker-00001.metrics.jsonl").write_text(metrics(time_s=9e12, num_sequences=4))
+        (folder / "worker-00001.metrics.jsonl").write_text(metrics(time_s=0, num_sequences=4))
     assert progress.totals().num_sequences == 4
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_share_and_time_left_fit_any_terminal(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=width, force_terminal=True, color_system=None)
+    with Progress(*bar_columns(width), console=console) as bar:
+        rates = "12,345 sequences, 9,876,543 tokens, 123,456.7 MB, 45,678 tok/s"
+        bar.add_task("", total=100, completed=57, rates=rates)
+    assert " 57%" in screen.getvalue()
+    assert "left -:--:--" in screen.getvalue()
 
 
 def test_a_task_without_a_terminal_says_now_and_then_how_far_it_is(

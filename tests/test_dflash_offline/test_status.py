@@ -15,7 +15,6 @@ from dflash_offline.status import (
     extraction_left_s,
     status_as_json,
     status_lines,
-    time_words,
     training_left_s,
     training_pace,
     worker_pace,
@@ -157,14 +156,6 @@ def test_many_workers_are_summed_up() -> None:
     lines = status_lines(records)
     assert "1000 workers, 180.0k tok/s" in lines[0]
     assert lines[-1] == "  and 984 more workers"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(40.0, "40 s"), (720.0, "12 min"), (12_600.0, "3.5 h"), (181_440.0, "2.1 days")],
-)
-def test_times_are_short(seconds: float, words: str) -> None:
-    assert time_words(seconds) == words
 
 
 def test_the_command_shows_a_finished_run(tiny_run: RunConfig, tmp_path: Any) -> None:

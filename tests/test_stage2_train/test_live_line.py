@@ -8,6 +8,7 @@ from stage2_train.live_line import (
     epoch_words,
     live_line,
     thousands,
+    time_words,
     validation_line,
     warning_words,
 )
@@ -36,10 +37,16 @@ RECORD = {
 def test_live_line_says_what_matters():
     line = live_line(RECORD, total_steps=800)
     assert line == (
-        "step 120/800 250ms loss 3.210 acc 1.00 .50 .25 sim 1.45 | "
+        "step 120/800 250ms 3 min left loss 3.210 acc 1.00 .50 .25 sim 1.45 | "
         "12.3k tok/s 900 block tok/s, 4.6 M tokens seen | eager | "
         "wait 0.3% copy 4.0% compute 99.7% read 0.41 GB/s"
     )
+
+
+def test_time_left_is_said_where_it_is_known():
+    first = live_line(RECORD | {"first_report_s": 41.3}, total_steps=800)
+    last = live_line(RECORD, total_steps=120)
+    assert "left" not in first + last
 
 
 def test_an_epoch_says_what_it_trains_and_what_is_cut():
@@ -117,3 +124,11 @@ def test_compilations_and_use_of_the_gpu_are_shown():
     }
     line = live_line(RECORD | found, total_steps=800)
     assert "| compiled, compiles 0 (cold 1 disk 2) breaks 0 | MFU 0.78 | wait" in line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(40.0, "40 s"), (720.0, "12 min"), (12_600.0, "3.5 h"), (181_440.0, "2.1 days")],
+)
+def test_times_are_short(seconds: float, words: str) -> None:
+    assert time_words(seconds) == words
