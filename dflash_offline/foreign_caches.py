@@ -259,6 +259,8 @@ LAYOUTS = ("specforge", "speculators", "model-optimizer", "deepspec")
 
 def tell_layout(folder: Path) -> str:
     """The layout of a cache, by its files; ValueError where none fits."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; check the path of the cache")
     if (folder / "samples.idx").is_file():
         return "deepspec"
     for name, pattern in {

@@ -162,10 +162,10 @@ def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[st
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON file's contents; None where there is none, or not a whole one."""
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return value
+    return value if isinstance(value, dict) else None
 
 
 def age_s(record: Record) -> float:

@@ -169,7 +169,10 @@ def file_dialogues(path: Path, *, limit: int) -> list[Dialogue]:
         dialogues.append(
             Dialogue(turns=tuple(said["user"]), system="\n".join(said["system"]) or None)
         )
-    return [dialogue for dialogue in dialogues if dialogue.turns or dialogue.token_ids]
+    dialogues = [dialogue for dialogue in dialogues if dialogue.turns or dialogue.token_ids]
+    if not dialogues:
+        raise ValueError(f"eval.suites: {path} holds no prompt: no conversation has a user's turn")
+    return dialogues
 
 
 _ROLES = ("system", "user")

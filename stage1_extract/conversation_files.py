@@ -60,7 +60,7 @@ def open_file(path: Path) -> RowFile:
         ValueError: It is compressed.
     """
     if path.suffix in _COMPRESSED_SUFFIXES:
-        raise ValueError(f"data.conversations: {path} is compressed; unpack it first")
+        raise ValueError(f"{path} is compressed; unpack it first")
     if path.suffix not in (*_ARROW_SUFFIXES, *_PARQUET_SUFFIXES):
         return JsonLines(path)
     # Imported only here: JSON lines need no pyarrow.

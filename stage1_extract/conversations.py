@@ -109,9 +109,9 @@ def read_conversations(
     problems.counts, problems.messages = index.counts, index.messages
     if not index.places:
         if not paths:
-            raise ValueError("data.conversations is empty; name a file or a folder")
+            raise ValueError("no file of conversations is named (data.conversations is empty)")
         where = ", ".join(map(str, paths))
-        raise ValueError(f"data.conversations: no usable conversation in {where}{problems.first()}")
+        raise ValueError(f"no usable conversation in {where}{problems.first()}")
     return Conversations(files, index.places, problems)
 
 

@@ -9,6 +9,7 @@ import torch
 from stage2_train.architecture import DrafterArchitecture, resolve_architecture
 from stage2_train.checkpoint import (
     latest_checkpoint,
+    list_checkpoints,
     load_tensors,
     read_architecture,
     read_state,
@@ -81,6 +82,7 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         run,
         architecture,
         optimizer,
+        target=target_of(store),
         batches_per_step=batches_per_step,
         ranks=ranks,
         say=monitor.say,
@@ -115,6 +117,7 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         sharded_path=sharded_path,
         evidence=Evidence(is_compiling_wanted=fast_path is not None and is_compiled),
         validation={},
+        target=target_of(store),
     )
     num_weights = sum(weight.numel() for weight in optimizer.masters)
     monitor.say(
@@ -242,6 +245,7 @@ def resume(
     architecture: DrafterArchitecture,
     optimizer: MasterAdamW | ShardedAdamW,
     *,
+    target: Mapping[str, str],
     batches_per_step: int,
     ranks: Ranks,
     say: Callable[[str], None],
@@ -257,9 +261,20 @@ def resume(
     # One rank looks for all: a network file system can show another an older listing.
     found = latest_checkpoint(run.drafter_dir) if ranks.is_first else None
     checkpoint = ranks.from_first(found)
+    for torn in list_checkpoints(run.drafter_dir):
+        if checkpoint is None or torn.name > checkpoint.name:
+            say(f"{torn} is damaged: passed over")
     if checkpoint is None:
         return Position()
     state = read_state(checkpoint)
+    # Checkpoints of versions before 0.1 do not say it.
+    learned_from = state.get("target", target)
+    if learned_from["weights_sha256"] != target["weights_sha256"]:
+        raise ValueError(
+            f"{checkpoint} learned from states of the target {learned_from['name']}, the store "
+            f"holds those of other weights, {target['name']}; give the drafter another name, or "
+            "set store.dir back"
+        )
     # A setting that is younger than the checkpoint had its default.
     before = flat(TrainConfig().model_dump(mode="json")) | flat(state["settings"]["train"])
     now = flat(run.train.model_dump(mode="json"))
@@ -293,6 +308,12 @@ def resume(
     ):
         say(change)
     return Position.from_json(state["position"])
+
+
+def target_of(store: Store) -> dict[str, str]:
+    """Says whose states a store holds."""
+    identity = store.identity
+    return {"name": identity.target_name, "weights_sha256": identity.target_weights_sha256}
 
 
 def flat(tables: Mapping[str, Any]) -> dict[str, Any]:

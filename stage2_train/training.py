@@ -61,6 +61,8 @@ class Training:
     evidence: Evidence
     validation: dict[str, Any]
     """What the last validation found, with its step."""
+    target: dict[str, str]
+    """Name of the target whose states are learned, and its weights' digest."""
     cache: CompileCache | None = None
     """What was compiled, to be kept with the checkpoints."""
 
@@ -241,6 +243,7 @@ class Training:
                         "position": position.to_json(),
                         "is_done": is_done,
                         "validation": self.validation if is_current else None,
+                        "target": self.target,
                         "settings": self.run.model_dump(mode="json"),
                         "batches_per_step": self.batches_per_step,
                         "num_ranks": self.ranks.size,

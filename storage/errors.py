@@ -42,15 +42,15 @@ class NonFiniteStatesError(StoreError):
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free space there, then run the same command again",
     errno.EDQUOT: "the disk quota is used up; free space there, then run the same command again",
-    errno.EROFS: "the file system is read-only; mount it writable or choose another store folder",
+    errno.EROFS: "the file system is read-only; mount it writable or choose another folder",
     errno.EACCES: "permission denied; change the folder's owner or mode, or choose another one",
     errno.EPERM: "not permitted; change the folder's owner or mode, or choose another one",
     errno.EMLINK: "the file system allows no more links there",
     errno.EOPNOTSUPP: "the file system has no hard links, which the commit protocol needs",
-    errno.ENOTDIR: "a part of this path is a file, not a folder; choose another store folder",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; choose another folder",
     errno.EFBIG: "the limit of a file's size is reached; raise `ulimit -f`",
     errno.EIO: "the disk reports an error; check it, then run the same command again",
-    errno.ENAMETOOLONG: "the path is too long; choose a shorter store folder",
+    errno.ENAMETOOLONG: "the path is too long; choose a shorter one",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
 }
 

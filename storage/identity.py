@@ -18,6 +18,7 @@ def create_identity(files: Files, identity: StoreIdentity) -> None:
     _refuse_other_folders(files)
     if not create_record(files, layout.IDENTITY, identity.to_json()):
         found = read_record(files, layout.IDENTITY)
+        _check_version(files, found)
         check_same_identity(found, identity, place=files)
 
 
@@ -45,11 +46,14 @@ def read_identity(files: Files) -> StoreIdentity:
 
 
 def _check_version(files: Files, value: Mapping[str, Any]) -> None:
-    known = {field.name for field in fields(StoreIdentity)}
-    if value.get("format_version") != FORMAT_VERSION or set(value) != known:
+    what, known = "", {field.name for field in fields(StoreIdentity)}
+    if value.get("format_version") != FORMAT_VERSION:
+        what = f"format version {value.get('format_version')}, this program reads {FORMAT_VERSION}"
+    elif other := sorted(known ^ set(value)):
+        what = f"another identity than this program knows ({', '.join(other)})"
+    if what:
         raise StoreError(
-            f"{files} has format version {value.get('format_version')}, this program reads "
-            f"version {FORMAT_VERSION}; use the program that wrote the store, or a newer one"
+            f"{files} has {what}; use the program that wrote the store, or a newer one"
         )
 
 

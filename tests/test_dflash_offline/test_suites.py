@@ -84,6 +84,15 @@ def test_any_jsonl_file_is_a_suite(tmp_path):
     ]
 
 
+def test_a_file_without_prompts_is_named(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "A"}]}))
+    with pytest.raises(ValueError, match=r"mine\.jsonl"):
+        load_suite(str(path), snapshot=None, limit=10)
+    with pytest.raises(ValueError, match="there is no file"):
+        load_suite(str(tmp_path / "absent.jsonl"), snapshot=None, limit=10)
+
+
 def test_later_turns_follow_the_answers_before_them():
     dialogue = Dialogue(turns=("one", "two"), system="s")
     assert [m["content"] for m in dialogue_messages(dialogue, [])] == ["s", "one"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from stage2_train.checkpoint import MODEL, OPTIMIZER, STATE, latest_checkpoint
 from stage2_train.config import DrafterRun
 from stage2_train.train import EXIT_DONE, EXIT_STOPPED_EARLY, Training, train_drafter
+from storage.records import dump_record, parse_record
 
 # Kills its own process, without a word, in the middle of a step.
 KILLED = """
@@ -262,6 +264,29 @@ def test_a_checkpoint_is_not_resumed_as_another_training(make_run, drafter, trai
     train_drafter(make_run(train={"max_steps": 2}))
     with pytest.raises(ValueError, match=message):
         train_drafter(make_run(train=train, drafter=drafter))
+
+
+def test_a_drafter_of_another_target_is_not_resumed(make_run, shared_store_dir, tmp_path):
+    train_drafter(make_run(train={"max_steps": 2}))
+    other = tmp_path / "other-store"
+    shutil.copytree(shared_store_dir, other)
+    record = parse_record((other / "store.json").read_bytes(), place="store.json")
+    same = record | {"target_name": "the-same/renamed"}
+    (other / "store.json").write_bytes(dump_record(same))
+    assert train_drafter(make_run(train={"max_steps": 3}, store_dir=other)) == EXIT_DONE
+    (other / "store.json").write_bytes(dump_record(same | {"target_weights_sha256": "0" * 64}))
+    with pytest.raises(ValueError, match="holds those of other weights, the-same/renamed"):
+        train_drafter(make_run(train={"max_steps": 4}, store_dir=other))
+
+
+def test_a_checkpoint_that_is_passed_over_is_said(make_run, capsys):
+    train_drafter(make_run(train={"max_steps": 2, "checkpoint_steps": 1}))
+    newest = latest_checkpoint(make_run().drafter_dir)
+    (newest / MODEL).write_bytes(b"")
+    train_drafter(make_run(train={"max_steps": 3}))
+    said = capsys.readouterr().out
+    assert f"{newest} is damaged: passed over" in said
+    assert "from step 1" in said
 
 
 def test_what_is_learned_otherwise_from_here_on_is_said(make_run, capsys):
