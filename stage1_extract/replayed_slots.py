@@ -350,7 +350,8 @@ def can_replay(model: PreTrainedModel) -> bool:
         slots.step()
     # Whatever a foreign model raises under another attention function, the plain slots serve it.
     except (DecodeUnsupportedError, RuntimeError, TypeError, IndexError) as error:
-        print(f"answers are written step by step: {error}", file=sys.stderr)
+        first_line = str(error).partition("\n")[0]
+        print(f"answers are written step by step: {first_line}", file=sys.stderr)
         return False
     return True
 
