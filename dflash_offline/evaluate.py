@@ -27,7 +27,6 @@ from stage2_train.checkpoint import (
     list_checkpoints,
     read_state,
 )
-from stage2_train.drafter import Drafter
 from stage2_train.export import load_any_drafter
 from storage.files import replace_whole
 
@@ -52,24 +51,23 @@ def evaluate(
         ValueError: there is nothing to evaluate, or target, store and drafter do not fit.
     """
     torch.set_num_threads(config.eval.torch_threads)
+    if folder is not None and (watch or drafter_names):
+        raise ValueError("--folder names one drafter; it goes without --drafter and --watch")
     names = list(drafter_names) or [drafter.name for drafter in config.drafter]
     drafter_dirs = {name: drafter_run(config, name).drafter_dir for name in names}
     if folder is None and not watch:
         _require_checkpoints(drafter_dirs)
-    foreign: dict[str, Drafter] = {}
+    foreign = None
     if folder is not None:
+        folder = folder.resolve()  # For `.` has no name.
         # Before the target decodes its own answers, which takes minutes.
         num_target_layers = load_config(config.target).num_hidden_layers
-        foreign[folder.name] = load_any_drafter(folder, num_target_layers=num_target_layers)
+        foreign = load_any_drafter(folder, num_target_layers=num_target_layers)
     bench = open_bench(config)
     untrained = UntrainedDrafters(bench)
-    if foreign:
-        results = {
-            name: evaluate_drafter(bench, drafter, untrained=untrained)
-            for name, drafter in foreign.items()
-        }
-        for name, result in results.items():
-            _write_json(run_dir_of(config) / f"eval-{name}.json", result)
+    if folder is not None and foreign is not None:
+        results = {folder.name: evaluate_drafter(bench, foreign, untrained=untrained)}
+        _write_json(run_dir_of(config) / f"eval-{folder.name}.json", results[folder.name])
     elif watch:
         results = watch_run(bench, drafter_dirs, untrained=untrained)
     else:

@@ -85,11 +85,12 @@ def test_watching_ends_with_training_and_evaluates_what_is_there(run):
     assert (checkpoint / "evaluation.json").is_file()
 
 
-def test_any_folder_and_sampling(run, tmp_path):
+def test_any_folder_and_sampling(run, tmp_path, monkeypatch):
     checkpoint = latest_checkpoint(drafter_run(run, "small").drafter_dir)
     exported = export_official(checkpoint, tmp_path / "exported")
     sampled = changed(run, temperature=0.8, top_p=0.9)
-    assert evaluate(sampled, drafter_names=(), folder=exported, watch=False) == 0
+    monkeypatch.chdir(exported)
+    assert evaluate(sampled, drafter_names=(), folder=Path(), watch=False) == 0
     result = json.loads((Path(run.run_dir) / "eval-exported.json").read_text())
     assert result["suites"]["held_out"]["lossless_fraction"] is None
     assert (Path(run.run_dir) / "eval-exported.svg").is_file()
@@ -101,6 +102,9 @@ def test_a_folder_that_is_no_drafter_is_refused_before_anything_is_decoded(
     monkeypatch.setattr(evaluate_module, "open_bench", lambda _: pytest.fail("decoded"))
     with pytest.raises(ValueError, match="absent"):
         evaluate(run, drafter_names=(), folder=tmp_path / "absent", watch=False)
+    for given in ({"drafter_names": ("small",)}, {"watch": True}):
+        with pytest.raises(ValueError, match="goes without --drafter and --watch"):
+            evaluate(run, **({"drafter_names": (), "folder": tmp_path, "watch": False} | given))
 
 
 def test_another_target_is_refused(run, tmp_path):
