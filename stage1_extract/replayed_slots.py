@@ -89,6 +89,8 @@ class ReplayedSlots:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._is_proven = False
+        # Answers wait here until they are given: memory may run out in between.
+        self._ended: list[tuple[Any, list[int]]] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -153,11 +155,12 @@ class ReplayedSlots:
             Request and answer tokens of those that ended, by a stop token (included) or at the
             longest length.
         """
-        ended = self._look()
+        self._look()
         self._in_flight = [row for row, answer in enumerate(self._running) if answer is not None]
         if self._in_flight:
             for _ in range(STEPS_PER_LOOK):
                 self._replay()
+        ended, self._ended = self._ended, []
         return ended
 
     # --- reading prompts ------------------------------------------------------------------------
@@ -301,29 +304,27 @@ class ReplayedSlots:
         self._num_written.add_(1)
         self._num_tokens.add_(1).clamp_(max=self._room_tokens - 1)
 
-    def _look(self) -> list[tuple[Any, list[int]]]:
+    def _look(self) -> None:
         """Waits for the steps handed over; takes in what they wrote, and ends answers."""
         if not self._in_flight:
-            return []
+            return
         answers = [(row, answer) for row in self._in_flight if (answer := self._running[row])]
         rows = self._tensor([row for row, _ in answers])
         firsts = self._tensor([len(answer.token_ids) for _, answer in answers])
         columns = firsts[:, None] + torch.arange(STEPS_PER_LOOK, device=self._device)
         written = self._written[rows].gather(1, columns).tolist()
-        ended = []
         for (row, answer), tokens in zip(answers, written, strict=True):
             has_stop = not self._stop_ids.isdisjoint(tokens)
             answer.token_ids += cut_after_stop(tokens, self._stop_ids) if has_stop else tokens
             del answer.token_ids[self._max_new_tokens :]
             if has_stop or len(answer.token_ids) == self._max_new_tokens:
-                ended.append((answer.request, answer.token_ids))
+                self._ended.append((answer.request, answer.token_ids))
                 self._running[row] = None
         self._in_flight = []
         freed = [row for row, _ in answers if self._running[row] is None]
         if freed:
             # An idle slot begins anew, so that it attends to little.
             self._num_tokens[self._tensor(freed)] = 0
-        return ended
 
     def _prove(self, rows: Sequence[int]) -> None:
         """Compares the first step's logits with those of the target's own pass."""

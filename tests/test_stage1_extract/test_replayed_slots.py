@@ -97,6 +97,29 @@ def test_shrinking_gives_back_what_ran_and_goes_on_with_half() -> None:
     assert answers_by(slots) == answers_by(Slots(model, **settings()))
 
 
+def test_what_had_ended_when_memory_ran_out_is_given_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = target_of("llama")
+    expected = answers_by(Slots(model, **settings()))
+    slots = ReplayedSlots(model, **settings(num_slots=len(PROMPTS)))
+    slots.start(list(enumerate(PROMPTS)))
+    slots.step()
+
+    def full() -> None:
+        raise torch.cuda.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(slots, "_replay", full)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            slots.step()
+    dropped = slots.shrink()
+    ended = dict(slots.step())
+    assert len(ended) > 0
+    assert sorted([*ended, *dropped]) == list(range(len(PROMPTS)))
+    assert ended == {row: expected[row] for row in ended}
+
+
 def test_the_targets_own_attention_is_put_back() -> None:
     model = target_of("llama")
     answers_by(ReplayedSlots(model, **settings()))
