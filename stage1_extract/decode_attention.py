@@ -43,10 +43,10 @@ def attend_slots(
         query: After rotation; so are the keys.
         key: The buffers; the new token's key is in its place.
         value: Likewise.
-        attention_mask: Not looked at: the numbers of tokens say it all.
+        attention_mask: One element, as the model was handed it: the numbers of tokens say it all.
         slot_tokens: Tokens of each slot before the new one.
         scaling: Factor of the scores; None takes the usual one.
-        others: Soft caps, sinks and windows are refused.
+        others: Soft caps, sinks and windows are refused, and so are masks that the model makes.
 
     Raises:
         DecodeUnsupportedError: The model wants something else, or hands no `slot_tokens` on.
@@ -54,6 +54,8 @@ def attend_slots(
     wanted = [
         name for name in ("softcap", "s_aux", "sliding_window") if others.get(name) is not None
     ]
+    if attention_mask is not None and attention_mask.numel() > 1:
+        wanted.append("a mask of its own")
     if slot_tokens is None or wanted:
         raise DecodeUnsupportedError(", ".join(wanted) or "slot_tokens were not handed on")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
