@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
+from stage1_extract.decode_attention import DecodeUnsupportedError
 from stage1_extract.dialogues import Dialogue, render_prompt
 from stage1_extract.generation import BatchedAnswers, Generator
 from stage1_extract.problems import Problems, UnusableConversationError
@@ -48,20 +49,42 @@ def answer_here(
             usable.append(dialogue)
     # The longest first, so that memory fails early.
     usable.sort(key=lambda each: (-len(each.prompt_ids), each.id))
-    answers = answers_of(loaded, generator, config)
-    yield from answer_all(usable, answers, generator, loaded.tokenizer, data, stop)
+
+    def answered(*, may_replay: bool) -> Iterator[list[Dialogue]]:
+        answers = answers_of(
+            loaded, generator, config, num_prompts=len(usable), may_replay=may_replay
+        )
+        return answer_all(usable, answers, generator, loaded.tokenizer, data, stop)
+
+    try:
+        yield from answered(may_replay=True)
+        return
+    except DecodeUnsupportedError as error:
+        # The first prompts that were read showed it: nothing is answered yet.
+        print(f"answers are written step by step: {error}", file=sys.stderr)
+    # Only here are the replayed slots, and their memory, gone.
+    yield from answered(may_replay=False)
 
 
 def answers_of(
-    target: TransformersTarget, generator: Generator, config: RegenerateConfig
+    target: TransformersTarget,
+    generator: Generator,
+    config: RegenerateConfig,
+    *,
+    num_prompts: int,
+    may_replay: bool = True,
 ) -> "Slots | ReplayedSlots | BatchedAnswers":
-    """Slots where the target's caches allow them, replayed on a GPU where it can; else batches."""
-    num_slots = config.batch_size or _FEW_ANSWERS
-    if not can_share_slots(target.model):
+    """Slots where the target's caches allow them, replayed on a GPU where it can; else batches.
+
+    No more of them than there are prompts: replayed slots cost memory and time also when idle.
+    """
+    has_slots = can_share_slots(target.model)
+    is_on_gpu = target.model.device.type == "cuda"
+    is_replayed = may_replay and has_slots and is_on_gpu and can_replay(target.model)
+    num_slots = config.batch_size or (_MANY_ANSWERS if is_replayed else _FEW_ANSWERS)
+    num_slots = max(1, min(num_slots, num_prompts))
+    if not has_slots:
         return BatchedAnswers(generator, num_slots=num_slots)
-    is_replayed = target.model.device.type == "cuda" and can_replay(target.model)
-    if is_replayed:
-        num_slots = config.batch_size or _MANY_ANSWERS
     return (ReplayedSlots if is_replayed else Slots)(
         target.model,
         num_slots=num_slots,

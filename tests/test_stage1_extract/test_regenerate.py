@@ -15,6 +15,7 @@ from stage1_extract import answering
 from stage1_extract import regenerate as module
 from stage1_extract.config import DataConfig, RegenerateConfig, TargetConfig
 from stage1_extract.conversations import parse_conversation, read_conversations
+from stage1_extract.decode_attention import DecodeUnsupportedError
 from stage1_extract.dialogues import start_dialogue
 from stage1_extract.problems import UnusableConversationError
 from stage1_extract.regenerate import answered_ids, append_lines, regenerate
@@ -230,6 +231,48 @@ def test_too_little_memory_halves_what_runs_at_once(
     (tmp_path / "out" / "answers.jsonl").unlink()
     with pytest.raises(torch.cuda.OutOfMemoryError):
         answers(batch_size=2)
+
+
+def test_a_target_that_the_first_prompts_show_unfit_for_replay_is_answered_step_by_step(
+    answers: Regenerate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = answers()
+    (tmp_path / "out" / "answers.jsonl").unlink()
+    right = answering.answers_of
+    asked = []
+
+    def replayed_first(*arguments: Any, may_replay: bool, **others: Any) -> Any:
+        asked.append(may_replay)
+        found = right(*arguments, may_replay=may_replay, **others)
+        if may_replay:
+            error = DecodeUnsupportedError("logits differ")
+            monkeypatch.setattr(found, "start", lambda _: _raise(error))
+        return found
+
+    monkeypatch.setattr(answering, "answers_of", replayed_first)
+    assert sorted(answers(), key=str) == sorted(expected, key=str)
+    assert asked == [True, False]
+    assert "answers are written step by step: logits differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("batch_size", [None, 64])
+def test_there_are_no_more_slots_than_prompts(
+    answers: Regenerate, monkeypatch: pytest.MonkeyPatch, batch_size: int | None
+) -> None:
+    right = answering.answers_of
+    sizes = []
+
+    def noted(*arguments: Any, **settings: Any) -> Any:
+        found = right(*arguments, **settings)
+        sizes.append(found.num_slots)
+        return found
+
+    monkeypatch.setattr(answering, "answers_of", noted)
+    answers(batch_size=batch_size)
+    assert sizes == [len(PROMPTS)]
 
 
 def _raise(error: BaseException) -> None:
