@@ -10,6 +10,7 @@ from storage import layout
 from storage.commits import read_added, read_commit
 from storage.errors import DamagedShardError
 from storage.files import Files, LocalFiles
+from storage.identity import read_identity
 from storage.places import files_at
 from storage.records import create_record
 from storage.schema import UnitId
@@ -42,8 +43,13 @@ def collect_garbage(store_dir: str | Path, *, older_than_s: float = 86_400.0) ->
         older_than_s: only what was last written, or replaced by a newer catalog file, so long
             ago, in seconds. Choose it above the time a worker needs for a unit, for younger ones
             may still be written.
+
+    Raises:
+        StoreNotFoundError: there is no store; nothing of such a place is touched.
     """
-    return collect_garbage_of(files_at(store_dir), older_than_s=older_than_s)
+    files = files_at(store_dir)
+    read_identity(files)
+    return collect_garbage_of(files, older_than_s=older_than_s)
 
 
 def collect_garbage_of(files: Files, *, older_than_s: float) -> list[str]:

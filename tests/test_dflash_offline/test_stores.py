@@ -167,6 +167,8 @@ def test_bad_input_is_one_line(run: Run, store_dir: Path, tmp_path: Path) -> Non
         ("export", store_dir, store_dir): "is the source itself",
         ("verify", tmp_path / "file"): "there is no store at",
         ("repair", tmp_path / "file"): "there is no store at",
+        ("gc", tmp_path / "file"): "there is no store at",
+        ("gc", tmp_path): "there is no store at",
         ("verify", store_dir, "--log", store_dir / "log"): "lies inside the source",
         ("verify", store_dir, "--log", tmp_path / "file"): "is no log of a check",
         ("cat", store_dir, "s3", "--tokens", "x"): "--tokens x: expected a range such as 0:20",

@@ -7,7 +7,7 @@ import pytest
 
 from storage import catalog_file, layout
 from storage.catalog import fold, read_catalog
-from storage.errors import DamagedShardError
+from storage.errors import DamagedShardError, StoreNotFoundError
 from storage.files import LocalFiles
 from storage.identity import create_identity
 from storage.object_files import ObjectFiles
@@ -124,3 +124,11 @@ def test_a_removed_catalog_whose_commits_are_lost_is_damage(
     files.remove(layout.commit(store.units()[0]))
     with pytest.raises(DamagedShardError, match="commit records of its shards are missing"):
         snapshot.sequence_id(0)
+
+
+def test_what_is_no_store_is_not_cleaned(tmp_path: Path) -> None:
+    path = tmp_path / ".tmp-of-somebody"
+    path.write_text("precious")
+    with pytest.raises(StoreNotFoundError):
+        collect_garbage(tmp_path, older_than_s=-1.0)
+    assert path.read_text() == "precious"
