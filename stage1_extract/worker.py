@@ -250,6 +250,9 @@ def save_head(
         # They are kept once, as many as the first run wanted.
         num_last_layers=run.store.last_layers if LAST_LAYERS_FILE in lacking else 0,
     )
+    if FACTS_FILE not in lacking:
+        # The rest stands as the first run wrote it, perhaps with other versions of libraries.
+        files = {name: data for name, data in files.items() if name in lacking}
     # The facts come last: trainings that wait for the head begin with them.
     for name in sorted(files, key=lambda each: (each == FACTS_FILE, each)):
         store.put_head_file(name, files[name])
