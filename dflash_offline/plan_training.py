@@ -91,7 +91,9 @@ def plan_training(
     return TrainingPlan(
         name=run.drafter.name,
         num_parameters=num_parameters,
-        memory_bytes=_peak_memory(run, architecture, num_parameters, shape),
+        memory_bytes=_peak_memory(
+            run, architecture, num_parameters, has_tied_head=target_config.tie_word_embeddings
+        ),
         num_tokens=round(num_tokens),
         tokens_per_s=None if speed is None else num_ranks * batch_tokens / (flops / speed),
         read_token_bytes=len(architecture.target_layer_ids) * layer_bytes + TOKEN_BYTES,
@@ -177,7 +179,8 @@ def _peak_memory(
     run: DrafterRun,
     architecture: "DrafterArchitecture",
     num_parameters: int,
-    shape: StoreShape,
+    *,
+    has_tied_head: bool,
 ) -> int:
     """Bytes that a training step in half precision takes on each GPU: weights, head, kept
     activations, states, loss.
@@ -195,7 +198,7 @@ def _peak_memory(
     num_parts = run.train.gpus_per_drafter if run.train.parallel == "fsdp" else 1
     return math.ceil(
         MASTER_BYTES * num_parameters / num_parts
-        + shape.head_bytes
+        + 2 * (1 if has_tied_head else 2) * architecture.vocab_size * hidden
         + 2 * (architecture.num_hidden_layers * layer_elements + state_elements)
         + 4 * run.train.loss.chunk_rows * architecture.vocab_size
     )
