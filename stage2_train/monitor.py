@@ -161,7 +161,9 @@ class Monitor:
             return
         self._pending = None
         done = self._of_all_ranks(report.closed)
-        record = self._record(done, report)
+        if done.sums is None:
+            return  # Of all its batches everything is damaged: there is nothing to tell.
+        record = self._record(done.sums, done, report)
         must_be_finite(record)
         if self._is_first_report:
             self._is_first_report = False
@@ -192,10 +194,9 @@ class Monitor:
             first += other
         return first
 
-    def _record(self, done: Interval, report: Report) -> dict[str, Any]:
-        assert done.sums is not None, "a step trains a batch"
+    def _record(self, sums: BlockSums, done: Interval, report: Report) -> dict[str, Any]:
         record = {
-            **summarize(done.sums),
+            **summarize(sums),
             **report.facts,
             "gradient_norm": float(report.gradient_norm),
             **rates(done, block_size=self.architecture.block_size),

@@ -51,7 +51,7 @@ def batch() -> Mock:
     )
 
 
-def take_step(monitor, step, *, loss=1.0, gradient_norm=0.5, is_reported=True):
+def take_step(monitor, step, *, loss=1.0, gradient_norm=0.5, is_reported=True, is_damaged=False):
     """An update of one batch, as training makes it."""
     number = torch.ones((), device=monitor.device)  # Made there: a copy would wait.
     counts = torch.ones(5, dtype=torch.long, device=monitor.device)
@@ -63,7 +63,8 @@ def take_step(monitor, step, *, loss=1.0, gradient_norm=0.5, is_reported=True):
         num_reached=counts,
         num_accepted=counts,
     )
-    monitor.add(batch(), sums)
+    if not is_damaged:
+        monitor.add(batch(), sums)
     monitor.end_step()
     if is_reported:
         monitor.report(
@@ -113,6 +114,15 @@ def test_nothing_is_charged_to_steps_after_it(tmp_path, monkeypatch, architectur
     assert [each["step_s"] for each in written(monitor)] == [1.5, 2.0, 5.0]
     assert [each["wait_fraction"] for each in written(monitor)] == [1 / 3, 0.5, 0.8]
     assert written(monitor)[2]["tokens_per_s"] == 20.0
+
+
+def test_steps_of_damaged_batches_alone_have_no_line(monitor):
+    for step in (1, 2):
+        take_step(monitor, step, is_damaged=True)
+    take_step(monitor, 3)
+    take_step(monitor, 4)
+    monitor.flush()
+    assert [each["step"] for each in written(monitor)] == [3, 4]
 
 
 def test_no_line_is_lost_before_a_pause_or_at_the_end(monitor):
