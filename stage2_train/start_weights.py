@@ -65,8 +65,8 @@ def last_layers(store: Store) -> dict[str, Tensor] | None:
 def take_last_layers(drafter: Drafter, weights: Mapping[str, Tensor]) -> int:
     """Copies what fits of a target's last layers into a drafter's last ones.
 
-    Where something fits, the context features begin as the states of the last captured layer,
-    normed as for the first of these layers.
+    Where a matrix fits, the context features begin as the states of the last captured layer,
+    normed as for the first of these layers; where none does, norms are not taken either.
 
     Args:
         drafter: the drafter, with fresh weights for the rest.
@@ -79,17 +79,18 @@ def take_last_layers(drafter: Drafter, weights: Mapping[str, Tensor]) -> int:
     numbers = numbers[-len(drafter.layers) :]
     num_fresh = len(drafter.layers) - len(numbers)
     source_of = {f"layers.{num_fresh + place}": f"layers.{n}" for place, n in enumerate(numbers)}
-    taken = []
+    fitting = {}
     for name, weight in drafter.named_parameters():
         layer, part = ".".join(name.split(".")[:2]), ".".join(name.split(".")[2:])
         source = weights.get(f"{source_of[layer]}.{part}" if layer in source_of else name)
         if source is not None and source.shape == weight.shape:
-            weight.copy_(source)
-            taken.append(name)
-    num_matrices = sum(name.endswith("_proj.weight") for name in taken)
+            fitting[name] = source
+    num_matrices = sum(name.endswith("_proj.weight") for name in fitting)
     if num_matrices > 0:
+        for name, source in fitting.items():
+            drafter.get_parameter(name).copy_(source)
         _see_last_states(drafter, weights.get(f"layers.{numbers[0]}.input_layernorm.weight"))
-        _scale_head_norms(drafter, taken)
+        _scale_head_norms(drafter, list(fitting))
     return num_matrices
 
 

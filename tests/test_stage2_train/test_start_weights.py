@@ -141,7 +141,14 @@ def test_the_store_decides_unless_the_setting_does(tmp_path):
     ("weights", "reason"),
     [
         (None, r"the store keeps no layers of its target \(store.last_layers\)"),
-        ({"layers.3.mlp.up_proj.weight": torch.zeros(2, 2)}, "have other widths or parts"),
+        (
+            {
+                "layers.3.mlp.up_proj.weight": torch.zeros(2, 2),
+                "layers.3.input_layernorm.weight": torch.full((HIDDEN_SIZE,), 9.0),
+                "norm.weight": torch.full((HIDDEN_SIZE,), 9.0),
+            },
+            "have other widths or parts",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(tmp_path, weights, reason):
@@ -152,7 +159,8 @@ def test_what_does_not_fit_is_said(tmp_path, weights, reason):
     drafter, same = made(), made()
     said = take_start_weights(drafter, None, store)
     assert said.startswith("fresh weights: the ")
-    assert torch.equal(drafter.fc.weight, same.fc.weight)
+    for name, weight in drafter.named_parameters():
+        assert torch.equal(weight, same.get_parameter(name))
 
 
 def test_a_training_says_what_it_starts_from_and_a_resumed_one_does_not(make_run, tmp_path, capsys):
