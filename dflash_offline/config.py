@@ -35,7 +35,7 @@ class Settings(BaseModel):
 class EvalConfig(Settings):
     """Real speculative decoding: what is decoded and how it is judged."""
 
-    suites: tuple[str, ...] = ("held_out",)
+    suites: tuple[str, ...] = Field(default=("held_out",), min_length=1)
     """`held_out` (the store's own split), a suite's name, or a JSONL file of prompts."""
     num_prompts: int = Field(default=64, ge=1)
     """Prompts of each suite at most."""

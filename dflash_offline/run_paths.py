@@ -4,11 +4,14 @@ Those written in a run file start at its folder, those given with `--set` at the
 What a preset writes goes there, too: the preset itself lies among the program's files.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 Anchor = Callable[[str], str]
+
+_ONE_SLASH = re.compile(r"[a-z][a-z0-9]+:/(?!/)")
 
 
 def with_absolute_paths(
@@ -16,7 +19,8 @@ def with_absolute_paths(
 ) -> dict[str, Any]:
     """A run file's tables with every relative path made absolute; other values are left alone.
 
-    Values of a wrong type are left for the check of the settings; an empty path is a ValueError.
+    Values of a wrong type are left for the check of the settings; an empty path, and a URL with one
+    slash, are ValueErrors.
 
     Args:
         tables: As read from TOML.
@@ -28,6 +32,8 @@ def with_absolute_paths(
         return str(inputs_dir / Path(path).expanduser())
 
     def write(path: str) -> str:
+        if _ONE_SLASH.match(path):
+            raise ValueError(f"{path}: a URL has two slashes, such as s3://bucket/prefix")
         return path if is_url(path) else str(outputs_dir / Path(path).expanduser())
 
     def model(name: str) -> str:
