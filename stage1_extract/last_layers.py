@@ -48,7 +48,7 @@ def last_layers_file(target: TransformersTarget, *, num_layers: int, norm_offset
     }
     final = _weight_of(target.decoder, "norm")
     if final is not None:
-        weights["norm.weight"] = final + norm_offset
+        weights["norm.weight"] = final.float() + norm_offset
     kept = {name: as_published(weight, target) for name, weight in weights.items()}
     # Layers of some targets share their weights, which a file holds once for each.
     return save({name: weight.clone() for name, weight in kept.items()})
@@ -64,7 +64,8 @@ def layer_weights(layer: nn.Module, *, norm_offset: float) -> dict[str, Tensor]:
     for name, theirs in NORMS.items():
         found = [weight for each in theirs if (weight := _weight_of(layer, each)) is not None]
         if found:
-            weights[name] = found[0] + norm_offset
+            # As the target adds: in its own type the sum would be rounded.
+            weights[name] = found[0].float() + norm_offset
     return weights
 
 

@@ -54,9 +54,10 @@ def test_layers_that_share_their_weights_are_kept_each(target_folder: Callable[.
     assert torch.equal(*found)
 
 
-def test_norms_are_kept_as_they_multiply(target_folder: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_are_kept_as_they_multiply(target_folder: Callable[..., Path], dtype: Any) -> None:
     folder = target_folder("gemma2")
-    target = load_target(TargetConfig(model=str(folder), dtype="float32"))
+    target = load_target(TargetConfig(model=str(folder), dtype=dtype))
     weights = kept(target, folder, 99)
     layers: Any = target.decoder.layers
     for number, layer in enumerate(layers):
