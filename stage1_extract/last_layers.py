@@ -56,7 +56,7 @@ def last_layers_file(target: TransformersTarget, *, num_layers: int, norm_offset
 
 def layer_weights(layer: nn.Module, *, norm_offset: float) -> dict[str, Tensor]:
     """Gives the parts of one decoder layer that a drafter's layer has, too, by our names."""
-    weights = {}
+    weights = fused_parts(layer)
     for name in PROJECTIONS:
         weight = _weight_of(layer, name)
         if weight is not None:
@@ -67,6 +67,21 @@ def layer_weights(layer: nn.Module, *, norm_offset: float) -> dict[str, Tensor]:
             # As the target adds: in its own type the sum would be rounded.
             weights[name] = found[0].float() + norm_offset
     return weights
+
+
+def fused_parts(layer: nn.Module) -> dict[str, Tensor]:
+    """Gives the projections that some targets (Phi-3, GLM-4) hold as one matrix, by our names."""
+    parts = {}
+    gate_up = _weight_of(layer, "mlp.gate_up_proj")
+    if gate_up is not None:
+        parts["mlp.gate_proj"], parts["mlp.up_proj"] = gate_up.chunk(2)
+    fused, out = _weight_of(layer, "self_attn.qkv_proj"), _weight_of(layer, "self_attn.o_proj")
+    if fused is not None and out is not None:
+        num_queries = out.shape[1]
+        num_keys = (len(fused) - num_queries) // 2
+        queries, keys, values = fused.split([num_queries, num_keys, num_keys])
+        parts |= {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": values}
+    return parts
 
 
 def _weight_of(owner: Any, name: str) -> Tensor | None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
+from transformers import AutoModel, Phi3Config
 
 from stage1_extract.config import TargetConfig
 from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.head_needs import lacking_head_files
-from stage1_extract.last_layers import last_layers_file
+from stage1_extract.last_layers import PROJECTIONS, last_layers_file, layer_weights
 from stage1_extract.target import load_target
 from stage1_extract.target_head import head_files
 from storage.head import LAST_LAYERS_FILE
@@ -69,6 +70,25 @@ def test_norms_are_kept_as_they_multiply(target_folder: Callable[..., Path], dty
             scale = torch.rsqrt(states.square().mean(-1, keepdim=True) + own.eps)
             mine = states * scale * weights[f"layers.{number}.{name}.weight"].float()
             torch.testing.assert_close(mine, own(states).detach())
+
+
+def test_fused_projections_are_kept_as_their_parts() -> None:
+    config = Phi3Config(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=1, vocab_size=64, pad_token_id=0,
+    )  # fmt: skip
+    layer: Any = AutoModel.from_config(config).layers[0]
+    weights = layer_weights(layer, norm_offset=0.0)
+    assert set(PROJECTIONS) <= weights.keys()
+    states = torch.randn(3, 32)
+
+    def product(name: str) -> torch.Tensor:
+        return states @ weights[name].T
+
+    attended = [product(f"self_attn.{each}_proj") for each in "qkv"]
+    torch.testing.assert_close(torch.cat(attended, -1), layer.self_attn.qkv_proj(states))
+    inner = torch.nn.functional.silu(product("mlp.gate_proj")) * product("mlp.up_proj")
+    torch.testing.assert_close(inner @ weights["mlp.down_proj"].T, layer.mlp(states))
 
 
 def test_what_is_no_plain_weight_is_left_out(target_folder: Callable[..., Path]) -> None:
