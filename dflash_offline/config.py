@@ -113,7 +113,8 @@ def load_run_file(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = find_run_file(path)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a mark of its encoding.
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a valid TOML file: {error}") from error
     here, folder = Path.cwd(), path.resolve().parent

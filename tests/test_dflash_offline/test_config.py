@@ -195,6 +195,12 @@ def test_broken_toml_names_the_file_and_the_line(tmp_path: Path) -> None:
         load_run_file(write(tmp_path, "[target]\nmodel =\n"))
 
 
+def test_a_mark_of_the_encoding_is_no_setting(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_run_file(path).target.model == "some/model"
+
+
 def test_a_store_in_an_object_store_keeps_its_url(tmp_path: Path) -> None:
     url = "s3://bucket/prefix"
     config = load_run_file(write(tmp_path, MINIMAL), overrides=[f"store.dir={url}"])
