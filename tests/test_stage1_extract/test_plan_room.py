@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,16 @@ from storage.errors import StoreError
 from storage.reader import open_store
 
 MakeRun = Callable[..., ExtractRun]
+
+
+@pytest.fixture
+def make_run(make_run: MakeRun) -> MakeRun:
+    """Stores without the target's last layers, which would be larger than all states here."""
+
+    def make(*records: Any, store: dict[str, Any] | None = None, **others: Any) -> ExtractRun:
+        return make_run(*records, store={"last_layers": 0} | (store or {}), **others)
+
+    return make
 
 
 @pytest.fixture
