@@ -16,14 +16,20 @@ from typing import Any
 from dflash_offline.config import RunConfig, drafter_run, run_dir_of, store_dir_of
 from storage.commits import committed_units, tombstoned_units
 from storage.errors import StoreNotFoundError
-from storage.lock import is_holder_gone
+from storage.lock import held_since_s, is_holder_gone
 from storage.plan import planned_counts, planned_sequences
 from storage.writer import open_for_writing
 
 Record = Mapping[str, Any]
 
 TAIL_BYTES = 1 << 16
-"""Read from a metrics file's end for what is new: a minute and more of its records."""
+"""Read from a worker's metrics for what is new: a minute and more of its lines."""
+
+DRAFTER_TAIL_BYTES = 1 << 20
+"""The same of a drafter: validations are rarer than a hundred lines of steps."""
+
+PACE_RECORDS = 60
+"""Records of steps that a pace is taken from."""
 
 SILENT_S = 120.0
 """Without a word for so long something is taken for stopped; workers write each second."""
@@ -46,14 +52,17 @@ class DrafterRecords:
 
     name: str
     train: Sequence[Record]
-    """Records of steps, the newest last; those of the last process only."""
+    """The newest records of steps, the last one last; those of the last process only."""
     validation: Record | None
     """What the newest validation found."""
     step: int
     """Step of the newest checkpoint; 0 without one."""
     is_done: bool
+    """Whether the newest checkpoint ended the training, and nothing was trained since."""
     is_gone: bool
     """Whether its process ran on this machine and has ended."""
+    started_s: float | None
+    """Unix time at which its last process began; None if none did, or it cannot be known."""
     evaluation: Record | None
     """Contents of `eval.json`."""
 
@@ -112,7 +121,7 @@ def newest_workers(extract_dir: Path) -> list[Record]:
 
 def read_drafter(drafter_dir: Path) -> DrafterRecords:
     """Reads a drafter's newest records and checkpoint."""
-    lines = list(read_lines(drafter_dir / "metrics.jsonl", tail_bytes=TAIL_BYTES))
+    lines = list(read_lines(drafter_dir / "metrics.jsonl", tail_bytes=DRAFTER_TAIL_BYTES))
     # Records of earlier versions do not name the run's steps.
     train = [line for line in lines if line.get("kind") == "train" and "total_steps" in line]
     validations = [line for line in lines if line.get("kind") == "validation"]
@@ -120,11 +129,13 @@ def read_drafter(drafter_dir: Path) -> DrafterRecords:
     step, is_done = last_checkpoint(drafter_dir)
     return DrafterRecords(
         name=drafter_dir.name,
-        train=train[starts[-1] :] if starts else train,
+        train=train[starts[-1] if starts else 0 :][-PACE_RECORDS:],
         validation=validations[-1] if validations else None,
         step=step,
-        is_done=is_done,
+        # With more epochs a training goes on behind its last checkpoint.
+        is_done=is_done and not (train and train[-1]["step"] > step),
         is_gone=is_holder_gone(drafter_dir),
+        started_s=held_since_s(drafter_dir),
         evaluation=read_json(drafter_dir / "eval.json"),
     )
 

@@ -162,11 +162,17 @@ def worker_state(worker: Record) -> str:
 
 
 def drafter_state(drafter: DrafterRecords) -> str:
-    """Whether a drafter is done, trains, has said nothing for long, or has not begun."""
+    """Whether a drafter is done, starts, trains, has said nothing for long, or has not begun."""
     if drafter.is_done:
         return "done"
+    since_s = drafter.train[-1]["time_s"] if drafter.train else 0.0
+    if drafter.started_s is not None and drafter.started_s > since_s and not drafter.is_gone:
+        # It waits for the store, or compiles.
+        return f"starting for {time_words(max(0.0, time.time() - drafter.started_s))}"
+    if not drafter.train and drafter.step == 0:
+        return "stopped before its first step" if drafter.is_gone else "not started"
     if not drafter.train:
-        return "not started" if drafter.step == 0 else f"stopped at step {drafter.step:,}"
+        return f"stopped at step {drafter.step:,}"
     newest = drafter.train[-1]
     if drafter.is_gone:
         return f"stopped, checkpoint at step {drafter.step:,}"

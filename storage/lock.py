@@ -71,3 +71,13 @@ def is_holder_gone(folder: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def held_since_s(folder: Path) -> float | None:
+    """Unix time at which a folder's lock was last taken; None if it never was."""
+    try:
+        status = (folder / LOCK_FILE).stat()
+    except OSError:
+        return None
+    # Empty: no process got the lock, or the file system has none.
+    return status.st_mtime if status.st_size else None

@@ -66,6 +66,34 @@ def test_records_are_those_of_the_last_process(tmp_path: Path) -> None:
     assert (found.step, found.is_done, found.evaluation) == (0, False, None)
 
 
+def test_a_validation_is_found_behind_many_lines_of_steps(tmp_path: Path) -> None:
+    validation = {"kind": "validation", "step": 0, "loss": 5.0}
+    words = "x" * 1500
+    steps = [
+        {"kind": "train", "step": step, "total_steps": 900, "time_s": 1.0 * step, "words": words}
+        for step in range(1, 500)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", validation, *steps)
+    found = read_drafter(tmp_path)
+    assert found.validation == validation
+    # A pace is that of now, not of hours ago.
+    assert [line["step"] for line in found.train] == list(range(440, 500))
+
+
+def test_a_training_that_goes_on_behind_its_last_step_is_not_done(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"step": 4, "is_done": true}')
+    steps = [
+        {"kind": "train", "step": step, "total_steps": total, "time_s": 1.0 * step}
+        for step, total in ((4, 4), (5, 8))
+    ]
+    write_lines(tmp_path / "metrics.jsonl", *steps[:1])
+    assert read_drafter(tmp_path).is_done
+    write_lines(tmp_path / "metrics.jsonl", *steps)
+    assert not read_drafter(tmp_path).is_done
+
+
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
     for step, text in ((3, '{"step": 3, "is_done": false}'), (6, '{"step": 6'), (9, "{}")):
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"

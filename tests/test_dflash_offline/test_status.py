@@ -62,7 +62,8 @@ def record(step: int, *, time_s: float, **changes: Any) -> dict[str, Any]:
 
 def drafter(*train: dict[str, Any], **changes: Any) -> DrafterRecords:
     fields = {"name": "small", "validation": None, "step": 0, "is_done": False, "evaluation": None}
-    return DrafterRecords(train=train, **({"is_gone": False} | fields | changes))
+    process = {"is_gone": False, "started_s": None}
+    return DrafterRecords(train=train, **(process | fields | changes))
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,17 @@ def test_a_drafter_that_is_done_or_waits_says_so() -> None:
     assert drafter_state(drafter(step=9)) == "stopped at step 9"
     newest = record(40, time_s=time.time())
     assert drafter_state(drafter(newest, step=39, is_gone=True)) == "stopped, checkpoint at step 39"
+
+
+def test_a_drafter_that_waits_for_the_store_or_compiles_is_starting() -> None:
+    now_s = time.time()
+    assert drafter_state(drafter(started_s=now_s - 40)) == "starting for 40 s"
+    assert drafter_state(drafter(started_s=now_s, is_gone=True)) == "stopped before its first step"
+    # Resumed: the records are those of the process before.
+    resumed = drafter(record(40, time_s=now_s - 9000), step=39, started_s=now_s - 40)
+    assert (drafter_state(resumed), training_left_s(resumed)) == ("starting for 40 s", None)
+    trains = drafter(record(40, time_s=now_s - 1), step=39, started_s=now_s - 40)
+    assert drafter_state(trains) == "running"
 
 
 def test_the_lines_say_what_matters() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.lock import LOCK_FILE, is_holder_gone, only_process_in
+from storage.lock import LOCK_FILE, held_since_s, is_holder_gone, only_process_in
 
 HOLDER = """
 import signal, sys
@@ -62,6 +62,19 @@ def test_whether_the_holder_is_gone_is_told_by_its_name(tmp_path, holder):
     (tmp_path / LOCK_FILE).write_text(text)
     assert not is_holder_gone(tmp_path), "nothing is known of another machine's processes"
     assert not is_holder_gone(tmp_path / "none")
+
+
+def test_a_lock_is_held_since_its_holder_took_it(tmp_path, holder):
+    assert held_since_s(tmp_path / "none") is None
+    os.utime(tmp_path / LOCK_FILE, (1000.0, 1000.0))
+    with pytest.raises(ValueError, match="another work"), only_process_in(tmp_path, work="work"):
+        pass
+    assert held_since_s(tmp_path) == 1000.0
+    holder.kill()
+    holder.wait()
+    with only_process_in(tmp_path, work="work"):
+        pass
+    assert held_since_s(tmp_path) > 1000.0
 
 
 def test_the_folder_is_made_and_free_again_afterwards(tmp_path):
