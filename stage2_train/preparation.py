@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,10 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         drafter = Drafter(architecture)
     # Drawn once: a billion weights take seconds.
     initialize(drafter.to_empty(device="cpu"), seed=run.train.seed)
-    start = take_start_weights(drafter, run.drafter.init_from, store)
+    checkpoint = find_checkpoint(run, ranks)
+    start = None
+    if checkpoint is None:
+        start = take_start_weights(drafter, run.drafter.init_from, store)
     is_compiled = run.train.compile is not False
     fast_path = choose_fast_path(run.train.attention, device, is_compiled=is_compiled)
     if run.train.compile and fast_path is None:
@@ -78,17 +82,20 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
         optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
         gradients = WholeGradients(optimizer.parameters, ranks)
     monitor = Monitor(run.drafter_dir, device=device, architecture=architecture, ranks=ranks)
-    position = resume(
-        run,
-        architecture,
-        optimizer,
-        target=target_of(store),
-        batches_per_step=batches_per_step,
-        ranks=ranks,
-        say=monitor.say,
-    )
+    say_damaged(run, checkpoint, say=monitor.say)
+    position = Position()
+    if checkpoint is not None:
+        position = resume(
+            checkpoint,
+            run,
+            architecture,
+            optimizer,
+            target=target_of(store),
+            batches_per_step=batches_per_step,
+            say=monitor.say,
+        )
     monitor.start(first_step=position.step)
-    if position.step == 0:
+    if start is not None:
         monitor.say(f"starting from {start}")
     fp8 = choose_fp8(run.train, drafter, head)
     products = {False: "", True: " with fp8 products", "all": " with all products in fp8"}[fp8]
@@ -240,17 +247,32 @@ def architecture_for(run: DrafterRun, store: Store, head: TargetHead) -> Drafter
     )
 
 
+def find_checkpoint(run: DrafterRun, ranks: Ranks) -> Path | None:
+    """Gives the newest whole checkpoint to all ranks.
+
+    One looks for all: a network file system can show another an older listing.
+    """
+    return ranks.from_first(latest_checkpoint(run.drafter_dir) if ranks.is_first else None)
+
+
+def say_damaged(run: DrafterRun, checkpoint: Path | None, *, say: Callable[[str], None]) -> None:
+    """Says which newer checkpoints than the one found are no whole ones."""
+    for torn in list_checkpoints(run.drafter_dir):
+        if checkpoint is None or torn.name > checkpoint.name:
+            say(f"{torn} is damaged: passed over")
+
+
 def resume(
+    checkpoint: Path,
     run: DrafterRun,
     architecture: DrafterArchitecture,
     optimizer: MasterAdamW | ShardedAdamW,
     *,
     target: Mapping[str, str],
     batches_per_step: int,
-    ranks: Ranks,
     say: Callable[[str], None],
 ) -> Position:
-    """Takes over the newest whole checkpoint; without one the run starts at its beginning.
+    """Takes over a whole checkpoint: the optimizer's state, and where training goes on.
 
     Another number of ranks goes on with the same batches in the same order, and each sequence is
     still trained once an epoch.
@@ -258,14 +280,6 @@ def resume(
     Raises:
         ValueError: the checkpoint is of another drafter, or its position means something else.
     """
-    # One rank looks for all: a network file system can show another an older listing.
-    found = latest_checkpoint(run.drafter_dir) if ranks.is_first else None
-    checkpoint = ranks.from_first(found)
-    for torn in list_checkpoints(run.drafter_dir):
-        if checkpoint is None or torn.name > checkpoint.name:
-            say(f"{torn} is damaged: passed over")
-    if checkpoint is None:
-        return Position()
     state = read_state(checkpoint)
     # Checkpoints of versions before 0.1 do not say it.
     learned_from = state.get("target", target)
