@@ -19,6 +19,7 @@ from dflash_offline.config import EvalConfig, RunConfig, drafter_run, run_dir_of
 from dflash_offline.evaluation_bench import Bench, UntrainedDrafters, evaluate_drafter, open_bench
 from dflash_offline.evaluation_report import log_decoding, lossless_exit_code, print_table
 from dflash_offline.plots import acceptance_plot
+from dflash_offline.run_records import read_drafter
 from stage1_extract.target_files import load_config
 from stage2_train.checkpoint import (
     EVALUATION,
@@ -168,9 +169,8 @@ def watch_run(
 
 
 def is_training_done(drafter_dir: Path) -> bool:
-    """Says whether the newest checkpoint is the last one of its training."""
-    checkpoint = latest_checkpoint(drafter_dir)
-    return checkpoint is not None and bool(read_state(checkpoint).get("is_done"))
+    """Says whether the newest checkpoint is the last one, and no training goes on behind it."""
+    return read_drafter(drafter_dir).is_done
 
 
 def _require_checkpoints(drafter_dirs: dict[str, Path]) -> None:

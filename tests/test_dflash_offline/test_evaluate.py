@@ -83,6 +83,11 @@ def test_watching_ends_with_training_and_evaluates_what_is_there(run):
     assert evaluate(run, drafter_names=("small",), folder=None, watch=True) == 0
     checkpoint = latest_checkpoint(drafter_run(run, "small").drafter_dir)
     assert (checkpoint / "evaluation.json").is_file()
+    metrics_path = drafter_run(run, "small").drafter_dir / "metrics.jsonl"
+    newest = json.loads(metrics_path.read_bytes().splitlines()[-1])
+    with metrics_path.open("a") as file:  # It goes on with more epochs.
+        file.write(json.dumps(newest | {"kind": "train", "step": 5, "total_steps": 8}) + "\n")
+    assert not is_training_done(drafter_run(run, "small").drafter_dir)
 
 
 def test_any_folder_and_sampling(run, tmp_path, monkeypatch):
