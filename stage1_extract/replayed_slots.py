@@ -357,8 +357,8 @@ def can_replay(model: PreTrainedModel) -> bool:
         slots.start([(0, [1, 2, 3, 4]), (1, [5, 6])])
         slots.step()
         slots.step()
-    # Whatever a foreign model raises under another attention function, the plain slots serve it.
-    except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
+    # Whatever a foreign model or a GPU's compiler raises here, the plain slots serve the target.
+    except Exception as error:
         first_line = str(error).partition("\n")[0]
         print(f"answers are written step by step: {first_line}", file=sys.stderr)
         return False

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from triton.runtime.errors import OutOfResources
 
 from stage1_extract.decode_attention import DecodeUnsupportedError
 from stage1_extract.replayed_slots import ReplayedSlots, can_replay
@@ -150,6 +151,17 @@ def test_targets_that_attend_in_other_ways_are_refused(
 ) -> None:
     assert not can_replay(target_of(kind, **OTHER_WAYS[kind]))
     assert "answers are written step by step" in capsys.readouterr().err
+
+
+def test_a_gpu_that_cannot_run_the_kernel_leaves_the_target_to_the_plain_slots(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(*_: Any) -> None:
+        raise OutOfResources(required=200_000, limit=100_000, name="shared memory")
+
+    monkeypatch.setattr(ReplayedSlots, "_logits", too_large)
+    assert not can_replay(target_of("llama"))
+    assert "shared memory" in capsys.readouterr().err
 
 
 def test_what_the_attention_does_not_compute_is_named() -> None:
