@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 _WIDTH, _HEIGHT, _MARGIN = 720.0, 400.0, 56.0
+_LEGEND_LINE = 16.0
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 
 
@@ -69,6 +70,9 @@ def point_plot(
         marks: places on the lower axis to draw a thin line at, by what is written there.
     """
     x_low, x_high, y_low, y_high = x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1]
+    # A sweep's drafters fill more lines than a plot has.
+    height = max(_HEIGHT, 2 * _MARGIN + _LEGEND_LINE * len(lines))
+    bottom = height - _MARGIN
 
     def x(value: float) -> float:
         share = (value - x_low) / (x_high - x_low) if x_high > x_low else 0.0
@@ -76,35 +80,38 @@ def point_plot(
 
     def y(value: float) -> float:
         share = (value - y_low) / (y_high - y_low)
-        return _HEIGHT - _MARGIN - share * (_HEIGHT - 2 * _MARGIN)
+        return bottom - share * (bottom - _MARGIN)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:.0f} {height:.0f}" '
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" fill="white"/>',
+        f'<rect width="{_WIDTH:.0f}" height="{height:.0f}" fill="white"/>',
         _text(_WIDTH / 2, 20.0, title, anchor="middle", size=14),
-        _text(_WIDTH / 2, _HEIGHT - 12, x_label, anchor="middle"),
+        _text(_WIDTH / 2, height - 12, x_label, anchor="middle"),
         _text(_MARGIN, _MARGIN - 12, y_label),
     ]
     for value in y_ticks:
         parts.append(_line(_MARGIN, y(value), _WIDTH - _MARGIN, y(value)))
         parts.append(_text(_MARGIN - 8, y(value) + 4, _number(value), anchor="end"))
     for value in x_ticks:
-        parts.append(_text(x(value), _HEIGHT - _MARGIN + 18, _number(value), anchor="middle"))
+        parts.append(_text(x(value), bottom + 18, _number(value), anchor="middle"))
     for number, (label, value) in enumerate((marks or {}).items()):
-        parts.append(_line(x(value), _MARGIN, x(value), _HEIGHT - _MARGIN, dashed=True))
+        parts.append(_line(x(value), _MARGIN, x(value), bottom, dashed=True))
         # Neighbouring marks must not write over each other.
-        height = _HEIGHT - _MARGIN - 6 - 12 * (number % 4)
-        parts.append(_text(x(value) + 3, height, label, size=10))
+        above = bottom - 6 - 12 * (number % 4)
+        parts.append(_text(x(value) + 3, above, label, size=10))
     for number, (label, points) in enumerate(lines.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         for part in _unbroken(points):
-            path = " ".join(f"{x(across):.1f},{y(value):.1f}" for across, value in part)
+            # One point alone is a line to itself: its round ends make a dot.
+            ends = part if len(part) > 1 else [*part, *part]
+            path = " ".join(f"{x(across):.1f},{y(value):.1f}" for across, value in ends)
             parts.append(
-                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" '
+                'stroke-linecap="round"/>'
             )
-        height = _MARGIN + 8.0 + 16.0 * number
-        parts.append(_text(_WIDTH - _MARGIN, height, label, anchor="end", colour=colour))
+        below = _MARGIN + 8.0 + _LEGEND_LINE * number
+        parts.append(_text(_WIDTH - _MARGIN, below, label, anchor="end", colour=colour))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

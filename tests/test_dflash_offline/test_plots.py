@@ -35,6 +35,22 @@ def test_edges_of_the_plot_are_its_first_and_last_ticks():
     assert line.get("points") == "56.0,344.0 664.0,56.0"
 
 
+def test_a_point_alone_is_a_dot():
+    (line,) = plot_of({"line": [(0.0, 0.0)]}).findall(f"{SVG}polyline")
+    assert line.get("points") == "56.0,344.0 56.0,344.0"
+    assert line.get("stroke-linecap") == "round"
+
+
+@pytest.mark.parametrize("num_lines", [1, 18, 19, 100])
+def test_a_legend_of_any_length_lies_inside(num_lines):
+    plot = plot_of({f"drafter {n}": [(0.0, 0.0), (10.0, 1.0)] for n in range(num_lines)})
+    height = float(plot.get("viewBox").split()[-1])
+    labels = [each for each in plot.findall(f"{SVG}text") if "drafter" in (each.text or "")]
+    assert len(labels) == num_lines
+    assert all(56.0 <= float(each.get("y")) <= height - 56.0 for each in labels)
+    assert height >= 400.0
+
+
 def test_marks_and_labels_are_written():
     plot = plot_of({"d < e": [(0.0, 0.0)]}, marks={"killed": 5.0})
     texts = [each.text for each in plot.findall(f"{SVG}text")]
