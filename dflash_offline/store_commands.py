@@ -22,6 +22,8 @@ def info(store_dir: str, sequence_id: str | None, skipped: bool) -> None:
     """Say what a store holds, and what encoding lost."""
     from dflash_offline.stores import print_sequence, print_skipped, print_store
 
+    if skipped and sequence_id is not None:
+        raise ValueError("give either --sequence or --skipped")
     if skipped:
         print_skipped(store_dir)
     elif sequence_id is None:

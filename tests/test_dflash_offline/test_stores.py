@@ -175,6 +175,7 @@ def test_bad_input_is_one_line(run: Run, store_dir: Path, tmp_path: Path) -> Non
         ("cat", store_dir, "s3", "--layers", "7"): "has no layer 7; it has 1, 9, lm_head_input",
         ("cat", store_dir, "s99"): "holds no committed sequence 's99'",
         ("info", tmp_path): "there is no store at",
+        ("info", store_dir, "--skipped", "--sequence", "s3"): "give either --sequence or --skipped",
         ("encode", store_dir, tmp_path / "b"): "give either --encoding or --like",
         ("encode", store_dir, tmp_path / "b", "--like", store_dir, "--packing", "zstd"): (
             "--packing goes with --encoding"
