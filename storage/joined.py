@@ -126,16 +126,23 @@ class JoinedStore(Store):
         return [origin for member in self.members for origin in member.origins()]
 
     def head_names(self) -> list[str]:
-        """Names of all files of head/; the same in all members, for their target is the same."""
-        return self.members[0].head_names()
+        """Names of all files of head/: of the same target, but one member may keep more."""
+        return sorted({name for member in self.members for name in member.head_names()})
 
     def head_bytes(self, name: str) -> bytes:
         """A file of head/, its checksum verified."""
-        return self.members[0].head_bytes(name)
+        return self._keeper_of(name).head_bytes(name)
 
     def head_path(self, name: str) -> Path:
         """Where a file or folder of head/ lies."""
-        return self.members[0].head_path(name)
+        return self._keeper_of(name).head_path(name)
+
+    def _keeper_of(self, name: str) -> Store:
+        """The first member that has a file or folder of head/."""
+        for member in self.members:
+            if any(f"{each}/".startswith(f"{name}/") for each in member.head_names()):
+                return member
+        return self.members[0]
 
     def is_complete(self) -> bool:
         """Whether every member is."""

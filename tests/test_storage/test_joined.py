@@ -9,11 +9,12 @@ import pytest
 
 from storage.derive import derive_store
 from storage.errors import IdentityMismatchError, StoreError, StoreNotFoundError
+from storage.head import LAST_LAYERS_FILE
 from storage.joined import JoinedStore, join_stores
 from storage.order import epoch_order
 from storage.reader import open_store
 from storage.stream import read_ahead
-from storage.writer import create_store
+from storage.writer import create_store, open_for_writing
 
 
 def make_part(making: SimpleNamespace, store_dir: Path, ids: list[str]) -> Path:
@@ -123,6 +124,16 @@ def test_other_scales_are_refused_until_derived_alike(parts: list[Path], tmp_pat
     assert joined.layers == open_store(first).layers
     with pytest.raises(ValueError, match="either an encoding or a store"):
         derive_store(parts[1], second)
+
+
+def test_what_one_member_keeps_more_in_its_head_is_found(parts: list[Path], tmp_path: Path) -> None:
+    open_for_writing(parts[-1]).put_head_file(LAST_LAYERS_FILE, b"weights")
+    join_stores(tmp_path / "all", parts)
+    joined = open_store(tmp_path / "all")
+    assert joined.head_names() == [LAST_LAYERS_FILE, "tokenizer/tokenizer.json"]
+    assert joined.head_bytes(LAST_LAYERS_FILE) == b"weights"
+    assert joined.head_path(LAST_LAYERS_FILE).read_bytes() == b"weights"
+    assert (joined.head_path("tokenizer") / "tokenizer.json").read_bytes() == b"{}"
 
 
 def test_a_store_derived_from_a_joined_one_has_its_head(parts: list[Path], tmp_path: Path) -> None:
