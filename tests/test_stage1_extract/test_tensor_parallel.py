@@ -15,6 +15,7 @@ import pytest
 from stage1_extract.config import DataConfig, ExtractConfig, ExtractRun, StoreConfig, TargetConfig
 from stage1_extract.extract import prepare_store, run_worker
 from stage1_extract.tensor_parallel import Group, find_group, worker_device
+from storage.head import LAST_LAYERS_FILE, WEIGHTS_FILE
 from storage.reader import open_store
 
 LAYERS = ["0", "2"]
@@ -138,8 +139,9 @@ def test_two_processes_store_what_one_stores(
         # Sums in another order, rounded to bf16: the last bit of some values.
         np.testing.assert_allclose(found, expected, rtol=2.0**-7, atol=1e-3)
     # The head is put together again from its parts, bit for bit.
-    weights = [store.head_bytes("target.safetensors") for store in stores]
-    assert weights[0] == weights[1]
+    for name in (WEIGHTS_FILE, LAST_LAYERS_FILE):
+        weights = [store.head_bytes(name) for store in stores]
+        assert weights[0] == weights[1], name
 
 
 def test_a_process_that_fails_alone_ends_with_its_reason(
