@@ -55,6 +55,11 @@ class SideBySide:
         """The notes of this run."""
         return self.host.notes / f"{self.run_file.stem}.jsonl"
 
+    @property
+    def key(self) -> str:
+        """What the names of this run's figures begin with."""
+        return f"host_{self.run_file.stem.replace('-', '_')}"
+
     def pid(self, name: str) -> int | None:
         """The process of a worker or drafter."""
         argument, value = (
@@ -97,9 +102,9 @@ class SideBySide:
             self.send([name], signal.SIGSTOP)
             self.halted.append(name)
         seconds = time.monotonic() - start_s
-        about = f"{len(self.workers)} workers and {len(self.drafters)} drafters"
-        key = f"host_{self.run_file.stem.replace('-', '_')}_start_s"
-        self.show({key: (seconds, "s", f"until {about} work, from what was compiled before")})
+        those = f"{len(self.workers)} workers and {len(self.drafters)} drafters"
+        about = f"until {those} work, from what was compiled before"
+        self.show({f"{self.key}_start_s": (seconds, "s", about)})
 
     def window(
         self, name: str, workers: Sequence[int], drafters: Sequence[str], *, seconds: float
@@ -133,7 +138,7 @@ class SideBySide:
             run_dir=self.run_dir,
             samples=self.host.notes / "gpus.csv",
             gpu_of=self.gpu_of,
-            key=f"host_{self.run_file.stem.replace('-', '_')}_{name}",
+            key=f"{self.key}_{name}",
         )
         self.paces[name] = rates
         self.show(figures)
@@ -165,9 +170,11 @@ class SideBySide:
         start_s = time.monotonic()
         while not self.is_ready(successor) and time.monotonic() - start_s < READY_S:
             time.sleep(POLL_S)
-        key = f"host_{self.run_file.stem.replace('-', '_')}_successor_s"
+        if not self.is_ready(successor):
+            print(f"{successor} does not work after {READY_S:.0f} s; see its log", flush=True)
+            return reference
         about = f"from the death of {victim} until {successor} works on its GPU"
-        self.show({key: (seconds + time.monotonic() - start_s, "s", about)})
+        self.show({f"{self.key}_successor_s": (seconds + time.monotonic() - start_s, "s", about)})
         self.drafters.append(successor)
         self.measure("successor", self.workers, self.drafters, seconds=0.8 * seconds)
         self.show(self.ratios("successor", reference, f"{successor} in the place of {victim}"))
@@ -189,11 +196,10 @@ class SideBySide:
 
     def ratios(self, name: str, reference: str, about: str) -> Figures:
         """Rates of one window over those of another, for the processes of both."""
-        key = f"host_{self.run_file.stem.replace('-', '_')}"
         return ratios(
             self.paces.get(name, {}),
             self.paces.get(reference, {}),
-            key=f"{key}_{name}",
+            key=f"{self.key}_{name}",
             note=about,
         )
 
