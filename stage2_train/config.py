@@ -104,8 +104,8 @@ class TrainConfig(Settings):
     fp8: bool | Literal["all"] | None = None
     """Multiply in fp8 with row scales on GPUs that can: MLP, projections and LM head. `true` leaves
     weight gradients in the drafter's own type, `"all"` makes them of fp8 products, too; None takes
-    `"all"` where that was measured to pay: on Hopper GPUs from a hidden size of 2,048 on, not with
-    `fsdp`."""
+    `"all"` where that was measured to pay: on Hopper GPUs from a hidden size of 2,048 on, in
+    compiled layers, not with `fsdp`."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of the training process."""
     batches_per_step: int | None = Field(default=None, ge=1)

@@ -188,7 +188,8 @@ def choose_fp8(train: TrainConfig, drafter: Drafter, head: TargetHead) -> bool |
     is_possible = weight.dtype == torch.bfloat16 and all(
         size % SUM_MULTIPLE == 0 for size in widths | set(head.lm_head_weight.shape)
     )
-    is_measured = capability_of(weight.device) == HOPPER
+    is_compiled = train.compile is not False and train.attention != "sdpa"
+    is_measured = is_compiled and capability_of(weight.device) == HOPPER
     is_faster = drafter.architecture.hidden_size >= MIN_FP8_HIDDEN_SIZE
     is_whole = train.parallel == "ddp"
     return "all" if is_possible and is_measured and is_faster and is_whole else False

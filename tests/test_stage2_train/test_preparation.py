@@ -49,6 +49,8 @@ def test_fp8_is_chosen_where_it_was_measured(drafter, monkeypatch):
 def test_fp8_is_not_chosen_where_it_cannot_be_or_does_not_pay(drafter, monkeypatch):
     on(monkeypatch, HOPPER)
     assert choose_fp8(TrainConfig(parallel="fsdp"), drafter, head_of()) is False
+    assert choose_fp8(TrainConfig(compile=False), drafter, head_of()) is False
+    assert choose_fp8(TrainConfig(attention="sdpa"), drafter, head_of()) is False
     assert choose_fp8(TrainConfig(), drafter, head_of(vocab_size=65)) is False
     assert choose_fp8(TrainConfig(), drafter.float(), head_of()) is False
     monkeypatch.setattr(preparation, "MIN_FP8_HIDDEN_SIZE", 33)
