@@ -70,17 +70,9 @@ def prepare(run: DrafterRun, store: Store, ranks: Ranks = ALONE) -> tuple[Traini
             'train.compile = true needs a GPU, and not train.attention = "sdpa"; leave it out to '
             "train uncompiled"
         )
-    sharded_path = None
-    optimizer: MasterAdamW | ShardedAdamW
-    gradients: GradientSum
-    if run.train.parallel == "fsdp" and ranks.size > 1:
-        drafter.to(device, torch.float32)
-        sharded_path = ShardedPath(drafter, fast_path, dtype=dtype, ranks=ranks)
-        optimizer = ShardedAdamW(drafter, run.train.optimizer, ranks=ranks)
-        gradients = ShardedGradients(optimizer.parameters, ranks)
-    else:
-        optimizer = MasterAdamW(drafter, run.train.optimizer, device=device, dtype=dtype)
-        gradients = WholeGradients(optimizer.parameters, ranks)
+    optimizer, gradients, sharded_path = place_weights(
+        drafter, run.train, fast_path, device=device, dtype=dtype, ranks=ranks
+    )
     monitor = Monitor(run.drafter_dir, device=device, architecture=architecture, ranks=ranks)
     say_damaged(run, checkpoint, say=monitor.say)
     position = Position()
@@ -139,6 +131,25 @@ def read_bytes_per_token(store: Store, batches: BatchMaker) -> int:
     """Gives what this drafter reads of the store: times its rate, what the disk has to give."""
     records = [store.layers[name] for name in batches.layer_names]
     return sum(encoded_bytes_per_token(each.encoding, each.hidden_size) for each in records)
+
+
+def place_weights(
+    drafter: Drafter,
+    train: TrainConfig,
+    fast_path: FastPath | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks,
+) -> tuple[MasterAdamW | ShardedAdamW, GradientSum, ShardedPath | None]:
+    """Brings the drafter to its device, whole or spread over the ranks; gives what learns there."""
+    if train.parallel == "fsdp" and ranks.size > 1:
+        drafter.to(device, torch.float32)
+        path = ShardedPath(drafter, fast_path, dtype=dtype, ranks=ranks)
+        sharded = ShardedAdamW(drafter, train.optimizer, ranks=ranks)
+        return sharded, ShardedGradients(sharded.parameters, ranks), path
+    optimizer = MasterAdamW(drafter, train.optimizer, device=device, dtype=dtype)
+    return optimizer, WholeGradients(optimizer.parameters, ranks), None
 
 
 def choose_batches_per_step(wanted: int | None, ranks: Ranks) -> int:
