@@ -153,7 +153,7 @@ def test_what_is_unknown_would_be_noticed() -> None:
     assert (
         problem_of(["extract", "run.toml", "--workers", "2"]) == "extract has no option --workers"
     )
-    assert problem_of(["train", "run.toml", "--set", "train.optimzer.x=1"]) is not None
+    assert problem_of(["train", "run.toml", "--set", "train.optimizr.x=1"]) is not None
     assert problem_of(["slurm", "run.toml", "--dry-run"]) is None
     assert problem_of(["store", "info", "STORE", "--sequence", "ID"]) is None
     assert unknown_setting("drafter.train.loss.kind") is None
