@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 
 from stage1_extract.decode_attention import DECODE_ATTENTION, DecodeUnsupportedError
 from stage1_extract.generation import cut_after_stop
-from stage1_extract.slots import RunningAnswer, draws, next_tokens
+from stage1_extract.slots import AnswerRows, RunningAnswer, draws, next_tokens
 
 STEPS_PER_LOOK = 8
 """Steps replayed before the host looks: an answer runs past its end by half of them on average."""
@@ -62,7 +62,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
         return 0
 
 
-class ReplayedSlots:
+class ReplayedSlots(AnswerRows):
     """Running answers of one target; the interface is that of `slots.Slots`."""
 
     def __init__(
@@ -94,34 +94,12 @@ class ReplayedSlots:
         self._clear()
 
     def _clear(self) -> None:
-        self._running: list[RunningAnswer | None] = [None] * self.num_slots
+        self._running = [None] * self.num_slots
         self._room_tokens = 0
         self._layers: list[SlotLayer] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         # Rows whose next tokens are being written, and how many each of them had before.
         self._in_flight: list[int] = []
-
-    @property
-    def num_running(self) -> int:
-        """Answers that are being written."""
-        return sum(answer is not None for answer in self._running)
-
-    @property
-    def num_free(self) -> int:
-        """Prompts that can be started now."""
-        return self.num_slots - self.num_running
-
-    def shrink(self) -> list[Any]:
-        """Drops all running answers and halves the slots, for want of memory.
-
-        Returns:
-            The requests of the dropped answers, to be started again.
-        """
-        requests = [answer.request for answer in self._running if answer is not None]
-        self.num_slots = max(1, self.num_slots // 2)
-        self._clear()
-        torch.cuda.empty_cache()
-        return requests
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[tuple[Any, Sequence[int]]]) -> None:

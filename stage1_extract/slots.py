@@ -86,7 +86,41 @@ def can_share_slots(model: PreTrainedModel) -> bool:
     return bool(layers) and all(type(layer).__name__ in _PLAIN_LAYERS for layer in layers)
 
 
-class Slots:
+class AnswerRows:
+    """Rows of a batch in which answers run; both kinds of slots are such."""
+
+    num_slots: int
+    _running: list["RunningAnswer | None"]
+    """A row whose answer has ended holds None."""
+
+    @property
+    def num_running(self) -> int:
+        """Answers that are being written."""
+        return sum(answer is not None for answer in self._running)
+
+    @property
+    def num_free(self) -> int:
+        """Prompts that can be started now."""
+        return self.num_slots - self.num_running
+
+    def shrink(self) -> list[Any]:
+        """Drops all running answers and halves the slots, for want of memory.
+
+        Returns:
+            The requests of the dropped answers, to be started again.
+        """
+        requests = [answer.request for answer in self._running if answer is not None]
+        self.num_slots = max(1, self.num_slots // 2)
+        self._clear()
+        torch.cuda.empty_cache()
+        return requests
+
+    def _clear(self) -> None:
+        """Forgets all rows and what was computed for them."""
+        raise NotImplementedError
+
+
+class Slots(AnswerRows):
     """Running answers of one target, at most `num_slots` at a time."""
 
     def __init__(
@@ -113,34 +147,11 @@ class Slots:
         self._ended: list[tuple[Any, list[int]]] = []
         self._clear()
 
-    @property
-    def num_running(self) -> int:
-        """Answers that are being written."""
-        return len(self._live_rows())
-
-    @property
-    def num_free(self) -> int:
-        """Prompts that can be started now."""
-        return self.num_slots - self.num_running
-
     def _live_rows(self) -> list[int]:
         return [row for row, answer in enumerate(self._running) if answer is not None]
 
-    def shrink(self) -> list[Any]:
-        """Drops all running answers and halves the slots, for want of memory.
-
-        Returns:
-            The requests of the dropped answers, to be started again.
-        """
-        requests = [answer.request for answer in self._running if answer is not None]
-        self.num_slots = max(1, self.num_slots // 2)
-        self._clear()
-        torch.cuda.empty_cache()
-        return requests
-
     def _clear(self) -> None:
-        # None is a row whose answer has ended.
-        self._running: list[RunningAnswer | None] = []
+        self._running = []
         self._cache = growing_cache()
         self._is_real = torch.zeros(0, 0, dtype=torch.bool)
         self._logits: Tensor | None = None

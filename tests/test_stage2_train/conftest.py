@@ -13,6 +13,7 @@ from safetensors.torch import save
 
 from stage2_train.architecture import DrafterArchitecture
 from stage2_train.config import DrafterConfig, DrafterRun, TrainConfig
+from stage2_train.target_head import TargetHead
 from storage.encodings import encode
 from storage.schema import LM_HEAD_INPUT, LayerRecord, StoreIdentity
 from storage.writer import create_store
@@ -71,6 +72,22 @@ def make_sequence(number: int, layers: Mapping[str, str] = LAYERS) -> dict[str, 
 def head_embedding() -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     return 0.3 * torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator)
+
+
+def tied_head(weight: torch.Tensor) -> TargetHead:
+    """A target's head without scales, whose embedding is its LM head."""
+    return TargetHead(
+        config={},
+        embed_weight=weight,
+        lm_head_weight=weight,
+        lm_head_bias=None,
+        embedding_scale=1.0,
+        logit_scale=1.0,
+        final_logit_softcapping=None,
+        tokenizer_size=len(weight),
+        mask_token_id=None,
+        eos_token_ids=(),
+    )
 
 
 def write_head(store: Any, **changes: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from stage2_train.divergence import head_divergence, plain_divergence
 from stage2_train.target_head import TargetHead
 from stage2_train.train import EXIT_DONE, train_drafter
+from tests.test_stage2_train.conftest import tied_head
 
 NUM_ROWS, HIDDEN, VOCAB = 23, 12, 40
 KINDS = ("kl", "total_variation")
@@ -17,18 +18,7 @@ KINDS = ("kl", "total_variation")
 def make_head(*, dtype: torch.dtype = torch.float64, **changes) -> TargetHead:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
-    head = TargetHead(
-        config={},
-        embed_weight=weight,
-        lm_head_weight=weight,
-        lm_head_bias=None,
-        embedding_scale=1.0,
-        logit_scale=1.0,
-        final_logit_softcapping=None,
-        tokenizer_size=VOCAB,
-        mask_token_id=None,
-        eos_token_ids=(),
-    )
+    head = tied_head(weight)
     return dataclasses.replace(head, **changes).to("cpu", dtype)
 
 

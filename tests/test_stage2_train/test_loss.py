@@ -7,6 +7,7 @@ import torch
 
 from stage2_train.loss import head_cross_entropy, plain_cross_entropy, row_chunks, row_maximum
 from stage2_train.target_head import TargetHead
+from tests.test_stage2_train.conftest import tied_head
 
 NUM_ROWS, HIDDEN, VOCAB = 23, 12, 40
 
@@ -14,18 +15,7 @@ NUM_ROWS, HIDDEN, VOCAB = 23, 12, 40
 def make_head(*, dtype: torch.dtype = torch.float64, **changes) -> TargetHead:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
-    head = TargetHead(
-        config={},
-        embed_weight=weight,
-        lm_head_weight=weight,
-        lm_head_bias=None,
-        embedding_scale=1.0,
-        logit_scale=1.0,
-        final_logit_softcapping=None,
-        tokenizer_size=VOCAB,
-        mask_token_id=None,
-        eos_token_ids=(),
-    )
+    head = tied_head(weight)
     return dataclasses.replace(head, **changes).to("cpu", dtype)
 
 

@@ -8,6 +8,7 @@ from stage2_train.config import TrainConfig
 from stage2_train.drafter import Drafter
 from stage2_train.preparation import ADA, HOPPER, choose_fp8
 from stage2_train.target_head import TargetHead
+from tests.test_stage2_train.conftest import tied_head
 
 
 @pytest.fixture
@@ -19,18 +20,7 @@ def drafter(architecture, monkeypatch) -> Drafter:
 
 def head_of(*, vocab_size: int = 64) -> TargetHead:
     weight = torch.zeros(vocab_size, 32)
-    return TargetHead(
-        config={},
-        embed_weight=weight,
-        lm_head_weight=weight,
-        lm_head_bias=None,
-        embedding_scale=1.0,
-        logit_scale=1.0,
-        final_logit_softcapping=None,
-        tokenizer_size=vocab_size,
-        mask_token_id=None,
-        eos_token_ids=(),
-    )
+    return tied_head(weight)
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:

@@ -37,6 +37,7 @@ from stage2_train.step import (
 from stage2_train.target_head import TargetHead
 from storage.encodings import EncodedStates, encode
 from storage.reader import SequenceStates, open_store
+from tests.test_stage2_train.conftest import tied_head
 
 LAYER_NAMES, ENCODINGS = ("1", "2"), ("bf16", "fp8")
 DECODERS = tuple(LayerDecoder(encoding=encoding) for encoding in ENCODINGS)
@@ -50,18 +51,7 @@ def head(architecture) -> TargetHead:
     weight = torch.randn(
         architecture.vocab_size, architecture.hidden_size, generator=generator, dtype=torch.float64
     )
-    return TargetHead(
-        config={},
-        embed_weight=weight,
-        lm_head_weight=weight,
-        lm_head_bias=None,
-        embedding_scale=1.0,
-        logit_scale=1.0,
-        final_logit_softcapping=None,
-        tokenizer_size=len(weight),
-        mask_token_id=None,
-        eos_token_ids=(),
-    )
+    return tied_head(weight)
 
 
 @pytest.fixture(
