@@ -19,7 +19,12 @@ from stage1_extract.config import (
     StoreConfig,
     TargetConfig,
 )
-from stage2_train.config import DrafterConfig, DrafterRun, TrainConfig
+from stage2_train.config import (
+    DrafterConfig,
+    DrafterRun,
+    TrainConfig,
+    refuse_less_than_a_block,
+)
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 
@@ -130,12 +135,7 @@ def load_run_file(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         raise ValueError(f"{path}: {_describe(error)}") from error
     for drafter in config.drafter:
-        train = _merged_train(config.train, drafter)
-        if train.batch_tokens < drafter.block_size:
-            raise ValueError(
-                f"drafter {drafter.name}: train.batch_tokens {train.batch_tokens} is smaller than a"
-                f" block of {drafter.block_size}; raise it to the length of your sequences"
-            )
+        refuse_less_than_a_block(_merged_train(config.train, drafter), drafter)
     return config
 
 

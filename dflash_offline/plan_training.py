@@ -167,12 +167,10 @@ def _has_fp8(run: DrafterRun, architecture: "DrafterArchitecture", gpu_name: str
     """Whether training chooses fp8 products by itself, or is told to."""
     from stage2_train.preparation import MIN_FP8_HIDDEN_SIZE
 
-    train = run.train
-    if train.fp8 is not None:
-        return train.fp8 == "all"
-    is_measured = any(name in gpu_name for name in HOPPER)
-    is_half = train.dtype != "float32" and train.parallel == "ddp"
-    return is_measured and is_half and architecture.hidden_size >= MIN_FP8_HIDDEN_SIZE
+    if run.train.fp8 is not None:
+        return run.train.fp8 == "all"
+    is_measured = run.train.may_choose_fp8 and any(name in gpu_name for name in HOPPER)
+    return is_measured and architecture.hidden_size >= MIN_FP8_HIDDEN_SIZE
 
 
 def _peak_memory(

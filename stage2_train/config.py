@@ -151,6 +151,13 @@ class TrainConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
 
+    @property
+    def may_choose_fp8(self) -> bool:
+        """Whether fp8 products are taken unasked, where GPU and widths suit: as measured only."""
+        is_compiled = self.compile is not False and self.attention != "sdpa"
+        is_whole = self.parallel == "ddp"
+        return self.fp8 is None and is_compiled and is_whole and self.dtype != "float32"
+
     @model_validator(mode="after")
     def _a_window_fits_a_batch(self) -> "TrainConfig":
         if self.window_tokens is not None and self.window_tokens > self.batch_tokens:
@@ -204,6 +211,17 @@ class DrafterConfig(Settings):
     """What training starts from: `"target"`, the target's last layers (`store.last_layers`), where
     it has a drafter's widths and parts; `"fresh"`, random weights; or a folder of a drafter, a
     checkpoint or an export. None takes the first of them that is possible."""
+
+
+def refuse_less_than_a_block(train: TrainConfig, drafter: DrafterConfig) -> None:
+    """Raises ValueError where a batch, or a window, holds less than one of the drafter's blocks."""
+    for name in ("batch_tokens", "window_tokens"):
+        value = getattr(train, name)
+        if value is not None and value < drafter.block_size:
+            raise ValueError(
+                f"drafter {drafter.name}: train.{name} {value} is smaller than a block of "
+                f"{drafter.block_size}; raise it to the length of your sequences"
+            )
 
 
 class DrafterRun(Settings):

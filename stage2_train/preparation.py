@@ -16,7 +16,7 @@ from stage2_train.checkpoint import (
     read_state,
 )
 from stage2_train.compile import Evidence
-from stage2_train.config import DrafterRun, TrainConfig
+from stage2_train.config import DrafterRun, TrainConfig, refuse_less_than_a_block
 from stage2_train.data import BatchMaker, in_processes, make_batch_maker
 from stage2_train.decode import layer_decoders
 from stage2_train.device import choose_device, choose_dtype
@@ -199,11 +199,9 @@ def choose_fp8(train: TrainConfig, drafter: Drafter, head: TargetHead) -> bool |
     is_possible = weight.dtype == torch.bfloat16 and all(
         size % SUM_MULTIPLE == 0 for size in widths | set(head.lm_head_weight.shape)
     )
-    is_compiled = train.compile is not False and train.attention != "sdpa"
-    is_measured = is_compiled and capability_of(weight.device) == HOPPER
+    is_measured = train.may_choose_fp8 and capability_of(weight.device) == HOPPER
     is_faster = drafter.architecture.hidden_size >= MIN_FP8_HIDDEN_SIZE
-    is_whole = train.parallel == "ddp"
-    return "all" if is_possible and is_measured and is_faster and is_whole else False
+    return "all" if is_possible and is_measured and is_faster else False
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -237,13 +235,7 @@ def architecture_for(run: DrafterRun, store: Store, head: TargetHead) -> Drafter
             f"which the store lacks the layer {LM_HEAD_INPUT}: extract with "
             'store.lm_head_input = true, or set train.loss.kind = "cross_entropy"'
         )
-    for name in ("batch_tokens", "window_tokens"):
-        value = getattr(run.train, name)
-        if value is not None and value < run.drafter.block_size:
-            raise ValueError(
-                f"train.{name} {value} is smaller than a block of {run.drafter.block_size}; raise "
-                "it to the length of your sequences"
-            )
+    refuse_less_than_a_block(run.train, run.drafter)
     return resolve_architecture(
         run.drafter,
         target_config=head.config,

@@ -153,6 +153,7 @@ def test_resolved_settings_read_back_equal(tmp_path: Path) -> None:
         ("train.fp8=maybe", "or should be 'all'"),
         ("train.loss=3", "train.loss = 3: expected a table of settings"),
         ("train.batch_tokens=2", "drafter one: train.batch_tokens 2 is smaller than a block of 16"),
+        ("train.window_tokens=8", "drafter one: train.window_tokens 8 is smaller than a block"),
         ("eval.suites=[]", "eval.suites is empty; give at least 1"),
         ("store.dir=s3:/bucket/prefix", "s3:/bucket/prefix: a URL has two slashes"),
         ("run_dir=", "run_dir is empty; give a path"),

@@ -103,6 +103,8 @@ def test_an_8b_targets_drafter_takes_what_was_measured() -> None:
     assert plan.memory_bytes == pytest.approx(23.4 * 2**30, rel=0.1)
     assert plan.tokens_per_s == pytest.approx(36_500, rel=0.1)
     assert planned(fp8=False).tokens_per_s == pytest.approx(25_300, rel=0.1)
+    for uncompiled in ({"compile": False}, {"attention": "sdpa"}):
+        assert planned(**uncompiled).tokens_per_s == planned(fp8=False).tokens_per_s
     assert plan.read_token_bytes == 5 * 4100 + 5
     four = planned(gpus_per_drafter=4, max_steps=1, epochs=9, parallel="fsdp")
     one = planned(max_steps=1, epochs=9, fp8=False)  # As sharded ones are.
