@@ -8,7 +8,6 @@ step is compared with the target's plain forward pass, and a target that attends
 raises `DecodeUnsupportedError`: for it there are the plain slots.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,32 +65,11 @@ class ReplayedSlots(AnswerRows):
     """Running answers of one target; the interface is that of `slots.Slots`."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        num_slots: int,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        choose: ChooseTokens = next_tokens,
+        self, model: PreTrainedModel, *, choose: ChooseTokens = next_tokens, **settings: Any
     ):
-        self.num_slots = num_slots
-        self._model = model
-        self._device = model.device
-        self._max_new_tokens = max_new_tokens
-        self._stop_ids = stop_ids
-        self._temperature, self._top_p, self._seed = temperature, top_p, seed
-        self._choose = choose
-        parameters = inspect.signature(model.forward).parameters
-        # The argument has another name in newer versions of transformers.
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._device, self._choose = model.device, choose
         self._is_proven = False
-        # Answers wait here until they are given: memory may run out in between.
-        self._ended: list[tuple[Any, list[int]]] = []
-        self._clear()
+        super().__init__(model, **settings)
 
     def _clear(self) -> None:
         self._running = [None] * self.num_slots

@@ -89,9 +89,32 @@ def can_share_slots(model: PreTrainedModel) -> bool:
 class AnswerRows:
     """Rows of a batch in which answers run; both kinds of slots are such."""
 
-    num_slots: int
     _running: list["RunningAnswer | None"]
     """A row whose answer has ended holds None."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ):
+        self.num_slots = num_slots
+        self._model = model
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = stop_ids
+        self._temperature, self._top_p, self._seed = temperature, top_p, seed
+        parameters = inspect.signature(model.forward).parameters
+        # The argument has another name in newer versions of transformers.
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        # Answers wait here until they are given: memory may run out in between.
+        self._ended: list[tuple[Any, list[int]]] = []
+        self._clear()
 
     @property
     def num_running(self) -> int:
@@ -122,30 +145,6 @@ class AnswerRows:
 
 class Slots(AnswerRows):
     """Running answers of one target, at most `num_slots` at a time."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        num_slots: int,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ):
-        self.num_slots = num_slots
-        self._model = model
-        self._max_new_tokens = max_new_tokens
-        self._stop_ids = stop_ids
-        self._temperature, self._top_p, self._seed = temperature, top_p, seed
-        parameters = inspect.signature(model.forward).parameters
-        # The argument has another name in newer versions of transformers.
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        # Answers wait here until they are given: memory may run out in between.
-        self._ended: list[tuple[Any, list[int]]] = []
-        self._clear()
 
     def _live_rows(self) -> list[int]:
         return [row for row, answer in enumerate(self._running) if answer is not None]
