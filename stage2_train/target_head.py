@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stage2_train.fp8 import FrozenFp8
+from storage.head import FACTS_FILE, WEIGHTS_FILE
 
 
 @runtime_checkable
@@ -92,8 +93,8 @@ def load_target_head(store: HasHeadFiles) -> TargetHead:
     Raises:
         ValueError: a file of the head lacks a part.
     """
-    facts = json.loads(store.head_path("target.json").read_text(encoding="utf-8"))
-    weights_path = store.head_path("target.safetensors")
+    facts = json.loads(store.head_path(FACTS_FILE).read_text(encoding="utf-8"))
+    weights_path = store.head_path(WEIGHTS_FILE)
     weights = load_file(weights_path)
     names = ["embed_tokens.weight"] + ([] if facts["tied"] else ["lm_head.weight"])
     missing = [name for name in names if name not in weights]
