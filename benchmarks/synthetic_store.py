@@ -14,6 +14,7 @@ from shapes import Shape
 
 from stage2_train.architecture import default_target_layer_ids
 from storage.encodings import ENCODINGS, EncodedStates, encode
+from storage.head import FACTS_FILE, WEIGHTS_FILE
 from storage.schema import LayerRecord, StoreIdentity
 from storage.writer import WritableStore, create_store
 
@@ -160,5 +161,5 @@ def write_head(store: WritableStore, shape: Shape) -> None:
         "eos_token_ids": [0],
         "transformers_version": "5",
     }
-    store.put_head_file("target.json", json.dumps(facts).encode())
-    store.put_head_file("target.safetensors", save(weights))
+    store.put_head_file(FACTS_FILE, json.dumps(facts).encode())
+    store.put_head_file(WEIGHTS_FILE, save(weights))
